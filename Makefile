@@ -1,0 +1,124 @@
+# Every target sets up what it needs. README.md says what each one is for.
+#   PYTHON        interpreter to make the virtual environment with, 3.10 to 3.12
+#   PIP_FLAGS     more options for `pip install`
+#   WORKERS       test processes at a time
+#   PYTEST_FLAGS  more options for pytest
+PYTHON ?= python3
+PIP_FLAGS ?=
+WORKERS ?= 2
+PYTEST_FLAGS ?=
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo demo-mindspore bench test test-full test-oldest \
+	test-torch test-simulator test-mindspore test-docs lint docs clean
+
+help:
+	@echo 'make demo | demo-mindspore | bench | test | test-full | test-oldest | lint | docs | clean'
+
+# ---- set-up ---------------------------------------------------------------------------
+
+# numpy<2, which MindSpore 2.10 needs, has no wheels for Python 3.13 and later.
+define check_python
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
+	echo "Python 3.10, 3.11 or 3.12 is needed; $(PYTHON) is: $$($(PYTHON) --version 2>&1 || true)."; \
+	echo 'Name another one with: make $(MAKECMDGOALS) PYTHON=python3.11'; exit 1; }
+endef
+
+EXTRAS_demo := demo,torch
+EXTRAS_test := demo,mindspore,test,torch
+EXTRAS_docs := docs
+
+# The package itself is installed editable: only a change of these files needs a new set-up.
+.venv/%.stamp: setup.cfg pyproject.toml constraints-ci.txt
+	$(check_python)
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-ci.txt -e '.[$(EXTRAS_$*)]'
+	$(if $(filter test,$*),$(install_mindformers))
+	touch $@
+
+# Its dependencies take 755 MB and the optimizer needs none of them.
+install_mindformers = .venv/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps \
+	-c constraints-ci.txt mindformers
+
+# The oldest torch that the `torch` extra lets in.
+.venv-oldest/torch.stamp: setup.cfg pyproject.toml constraints-ci.txt
+	$(check_python)
+	$(PYTHON) -m venv .venv-oldest
+	sed 's/^torch==.*/torch==2.7.1/' constraints-ci.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet $(PIP_FLAGS) \
+		-c .venv-oldest/constraints.txt -e '.[test,torch]'
+	touch $@
+
+# ---- tests ----------------------------------------------------------------------------
+
+# One thread per process, or the workers fight over the cores.
+test-torch test-simulator test-mindspore test-docs test-oldest: export OMP_NUM_THREADS := 1
+test-torch test-simulator test-mindspore test-docs test-oldest: export MKL_NUM_THREADS := 1
+test-torch test-simulator test-mindspore test-docs test-oldest: export OPENBLAS_NUM_THREADS := 1
+
+PYTEST_OPTIONS = -n $(WORKERS) $(PYTEST_FLAGS)
+PYTEST = .venv/bin/python -m pytest $(PYTEST_OPTIONS)
+
+# Each part is a process of its own: torch and MindSpore must not share one, nor may the
+# simulated device share one with a real device (SWAP_ADAM_TEST_DEVICE). All parts run, also
+# when an earlier one has failed.
+test: .venv/test.stamp
+	@$(MAKE) --no-print-directory --keep-going \
+		lint test-docs test-mindspore test-simulator test-torch
+
+test-full: export SWAP_ADAM_TEST_FULL := 1
+test-full: test
+
+# A folder that does not exist yet is named and passed over; one without tests is an error.
+pytest_folders = $(if $(wildcard $(2)),$(1) $(wildcard $(2)),@echo 'No $(2) yet: nothing run.')
+
+test-torch: .venv/test.stamp
+	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch)
+
+test-simulator: .venv/test.stamp
+	$(call pytest_folders,$(PYTEST),tests/simulator)
+
+test-mindspore: .venv/test.stamp
+	$(call pytest_folders,$(PYTEST),tests/with_mindspore)
+
+# The Python examples in the documentation, those for MindSpore in a process of their own.
+DOCS := README.md $(wildcard docs/*.md docs/*/*.md)
+DOCS_MINDSPORE := $(foreach page,$(DOCS),$(if $(findstring mindspore,$(page)),$(page)))
+DOCS_TORCH := $(filter-out $(DOCS_MINDSPORE),$(DOCS))
+
+test-docs: .venv/test.stamp
+	$(PYTEST) --markdown-docs $(DOCS_TORCH)
+	$(if $(DOCS_MINDSPORE),$(PYTEST) --markdown-docs $(DOCS_MINDSPORE))
+
+test-oldest: .venv-oldest/torch.stamp
+	$(call pytest_folders,.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS),tests/simulator)
+	$(call pytest_folders,.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS),tests/core tests/with_torch)
+
+lint: .venv/test.stamp
+	.venv/bin/python -m flake8 swap_adam tests
+	.venv/bin/lint-imports
+	.venv/bin/python -m mypy
+
+# ---- what there is to see -------------------------------------------------------------
+
+demo: .venv/demo.stamp
+	.venv/bin/python -m swap_adam demo
+
+demo-mindspore: .venv/test.stamp
+	.venv/bin/python -m swap_adam demo --framework mindspore
+
+bench: .venv/demo.stamp
+	.venv/bin/python -m swap_adam bench
+
+docs: .venv/docs.stamp
+	.venv/bin/mkdocs build --strict
+
+clean:
+	rm -rf .venv .venv-oldest build dist site *.egg-info \
+		.hypothesis .import_linter_cache .mypy_cache .pytest_cache

@@ -1,0 +1,94 @@
+"""What importing the package needs, and what it must leave alone.
+
+Every case runs in a fresh interpreter, in which the named packages look as if they were not
+installed.
+"""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = {"hyper_parallel", "mindformers", "mindspore", "numpy", "torch", "torch_npu"}
+
+CORE = [
+    "swap_adam",
+    "swap_adam.backend",
+    "swap_adam.config",
+    "swap_adam.convert",
+    "swap_adam.layout",
+    "swap_adam.mixin",
+    "swap_adam.partition",
+    "swap_adam.pipeline",
+    "swap_adam.slot",
+]
+
+PROGRAM = """
+import sys
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+
+sys.meta_path.insert(0, Absent())
+{code}
+loaded = sorted(name for name in {unwanted!r} if name in sys.modules)
+assert not loaded, f"{{loaded}} should not have been imported"
+"""
+
+
+def run(code, *, absent=(), unwanted=()):
+    """Runs ``code`` without the packages ``absent``; fails if it loads a module ``unwanted``."""
+    program = PROGRAM.format(absent=set(absent), code=code, unwanted=set(unwanted))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def needs(name):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(name) is None, reason=f"{name} is not installed"
+    )
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_core_imports_without_any_framework(module):
+    run(f"import {module}", absent=FRAMEWORKS)
+
+
+def test_public_names_work_without_any_framework():
+    run(
+        "from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer\n"
+        "assert SwapOptimizerConfig(swap_times=4).swap_times == 4\n"
+        "assert callable(swap_optimizer) and callable(unswap_optimizer)",
+        absent=FRAMEWORKS,
+    )
+
+
+def test_core_leaves_installed_frameworks_alone():
+    run(
+        "import " + ", ".join(CORE),
+        unwanted=FRAMEWORKS | {"swap_adam.mindspore", "swap_adam.simulator", "swap_adam.torch"},
+    )
+
+
+@needs("torch")
+def test_torch_half_imports_without_mindspore():
+    run(
+        "from swap_adam.torch import SwapAdam, SwapAdamW, SwapHyperAdamW",
+        absent={"hyper_parallel", "mindformers", "mindspore", "torch_npu"},
+        unwanted={"swap_adam.mindspore", "swap_adam.simulator"},
+    )
+
+
+@needs("mindspore")
+def test_mindspore_half_imports_without_torch_and_mindformers():
+    run(
+        "from swap_adam.mindspore import SwapAdamWeightDecay, SwapMSAdam",
+        absent={"hyper_parallel", "mindformers", "torch", "torch_npu"},
+        unwanted={"swap_adam.simulator", "swap_adam.torch"},
+    )
