@@ -76,7 +76,8 @@ test-full: export SWAP_ADAM_TEST_FULL := 1
 test-full: test
 
 # A folder that does not exist yet is named and passed over; one without tests is an error.
-pytest_folders = $(if $(wildcard $(2)),$(1) $(wildcard $(2)),@echo 'No $(2) yet: nothing run.')
+pytest_folders = $(foreach folder,$(2),$(if $(wildcard $(folder)),,$(info No $(folder) yet)))$(if \
+	$(wildcard $(2)),$(1) $(wildcard $(2)))
 
 test-torch: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch)
@@ -89,7 +90,7 @@ test-mindspore: .venv/test.stamp
 
 # The Python examples in the documentation, those for MindSpore in a process of their own.
 DOCS := README.md $(wildcard docs/*.md docs/*/*.md)
-DOCS_MINDSPORE := $(foreach page,$(DOCS),$(if $(findstring mindspore,$(page)),$(page)))
+DOCS_MINDSPORE := $(strip $(foreach page,$(DOCS),$(if $(findstring mindspore,$(page)),$(page))))
 DOCS_TORCH := $(filter-out $(DOCS_MINDSPORE),$(DOCS))
 
 test-docs: .venv/test.stamp

@@ -47,9 +47,7 @@ def build(source, *command):
 
 @pytest.fixture(scope="module")
 def wheel(source):
-    build(
-        source, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist"
-    )
+    build(source, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "dist")
     (path,) = source.glob("dist/*.whl")
     return zipfile.ZipFile(path)
 
