@@ -38,11 +38,13 @@ EXTRAS_docs := docs
 .venv/%.stamp: setup.cfg pyproject.toml constraints-ci.txt
 	$(check_python)
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-ci.txt -e '.[$(EXTRAS_$*)]'
+	.venv/bin/python -m pip install --quiet --no-warn-conflicts $(PIP_FLAGS) \
+		-c constraints-ci.txt -e '.[$(EXTRAS_$*)]'
 	$(if $(filter test,$*),$(install_mindformers))
 	touch $@
 
-# Its dependencies take 755 MB and the optimizer needs none of them.
+# The optimizer needs none of its dependencies, and one of them is not on PyPI. That pip would
+# report them as missing in every later installation is why --no-warn-conflicts is there.
 install_mindformers = .venv/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps \
 	-c constraints-ci.txt mindformers
 
