@@ -105,8 +105,8 @@ test-oldest: .venv-oldest/torch.stamp
 
 lint: .venv/test.stamp
 	.venv/bin/python -m flake8 swap_adam tests
-	.venv/bin/lint-imports
 	.venv/bin/python -m mypy
+	.venv/bin/lint-imports
 
 # ---- what there is to see -------------------------------------------------------------
 

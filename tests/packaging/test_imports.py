@@ -7,21 +7,17 @@ installed.
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 FRAMEWORKS = {"hyper_parallel", "mindformers", "mindspore", "numpy", "torch", "torch_npu"}
 
-CORE = [
-    "swap_adam",
-    "swap_adam.backend",
-    "swap_adam.config",
-    "swap_adam.convert",
-    "swap_adam.layout",
-    "swap_adam.mixin",
-    "swap_adam.partition",
-    "swap_adam.pipeline",
-    "swap_adam.slot",
+PACKAGE = Path(__file__).parents[2] / "swap_adam"
+CORE = ["swap_adam"] + [
+    f"swap_adam.{file.stem}"
+    for file in sorted(PACKAGE.glob("*.py"))
+    if file.stem not in ("__init__", "__main__")
 ]
 
 PROGRAM = """
