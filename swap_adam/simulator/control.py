@@ -1,0 +1,219 @@
+"""Turning the simulated accelerator on, configuring it, and reading what it measured."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Literal
+
+from swap_adam.simulator import native
+from swap_adam.simulator.costs import LINKS, Costs
+from swap_adam.simulator.records import Counters
+
+Races = Literal["raise", "collect", "off"]
+_RACES: dict[str, int] = {"off": 0, "collect": 1, "raise": 2}
+_NAME = "simulated"
+_device_count = 0
+
+
+def enable(device_count: int | None = None) -> None:
+    """Registers the device ``simulated`` with torch, building it on first use.
+
+    ``device_count`` devices (2 unless said) share one host. Calling it again does nothing; another
+    device count than the first is a ValueError. torch has one slot for a device of this kind, so a
+    process in which torch_npu or the like is loaded is refused with a RuntimeError.
+    """
+    global _device_count
+    if _device_count:
+        if device_count not in (None, _device_count):
+            raise ValueError(
+                f"the simulated accelerator was enabled with device_count={_device_count} in this "
+                f"process; it cannot become {device_count}"
+            )
+        return
+    count = 2 if device_count is None else device_count
+    if not 1 <= count <= 64:
+        raise ValueError(f"device_count={count}: 1 to 64 are allowed")
+    import torch
+
+    from swap_adam.simulator.build import library
+
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", _NAME):
+        raise RuntimeError(
+            f"torch's slot for an accelerator of one's own is taken by {taken!r} in this process; "
+            f"use the simulated accelerator in a process of its own"
+        )
+    path = library()
+    if taken != _NAME:
+        torch.utils.rename_privateuse1_backend(_NAME)
+    native.load(str(path), count)
+    from swap_adam.simulator import device
+
+    torch._register_device_module(_NAME, device)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    device.watch_saving()
+    _device_count = count
+    configure(costs=LINKS["pcie4"])
+    atexit.register(_report)
+
+
+def enabled() -> bool:
+    """Whether the device is registered in this process."""
+    return _device_count > 0
+
+
+_costs = LINKS["pcie4"]
+
+
+def configure(
+    *,
+    link: str | None = None,
+    duplex: bool | None = None,
+    costs: Costs | None = None,
+    races: Races | None = None,
+    capacity_nbytes: int | None = None,
+    pinned_capacity_nbytes: int | None = None,
+    trace_spans: int | None = None,
+) -> None:
+    """Changes what is given and leaves the rest.
+
+    - ``link``: one of ``LINKS``, "pcie4" at first; ``costs`` instead takes numbers of your own;
+    - ``duplex``: False makes both directions of the link share one copy engine;
+    - ``races``: "raise" (at first) raises RuntimeError at the operation that completes a race or at
+      the next operation or wait; "collect" only lists it in ``violations()``; "off" does not look;
+    - ``capacity_nbytes``: of each device, checked against ``memory_held``; 0 is no limit;
+    - ``pinned_capacity_nbytes``: of the host, 0 is no limit;
+    - ``trace_spans``: how many boxes ``trace()`` keeps, 200,000 at first, the latest.
+    """
+    global _costs
+    if link is not None:
+        if costs is not None:
+            raise ValueError("give link or costs, not both")
+        if link not in LINKS:
+            raise ValueError(f"link={link!r}: one of {', '.join(LINKS)} is allowed")
+        costs = LINKS[link].with_duplex(_costs.duplex)
+    if duplex is not None:
+        costs = (costs or _costs).with_duplex(duplex)
+    if races is not None and races not in _RACES:
+        raise ValueError(f"races={races!r}: one of {', '.join(_RACES)} is allowed")
+    for name, value in (
+        ("capacity_nbytes", capacity_nbytes),
+        ("pinned_capacity_nbytes", pinned_capacity_nbytes),
+        ("trace_spans", trace_spans),
+    ):
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value}: 0 (no limit) or more is allowed")
+    if costs is not None:
+        _costs = costs
+        numbers = [
+            costs.copy_in_gb_per_s * 1e9,
+            costs.copy_out_gb_per_s * 1e9,
+            costs.device_gb_per_s * 1e9,
+            costs.host_gb_per_s * 1e9,
+            costs.launch_us * 1e-6,
+            costs.kernel_us * 1e-6,
+            costs.transfer_us * 1e-6,
+            costs.wait_us * 1e-6,
+            costs.event_us * 1e-6,
+        ]
+        native.call("set_costs")(numbers, costs.duplex)
+    if races is not None:
+        native.call("set_races")(_RACES[races])
+    if capacity_nbytes is not None:
+        for index in range(_device_count):
+            native.call("set_capacity")(index, capacity_nbytes)
+    if pinned_capacity_nbytes is not None:
+        native.call("set_pinned_capacity")(pinned_capacity_nbytes)
+    if trace_spans is not None:
+        native.call("set_trace_capacity")(trace_spans)
+
+
+def costs() -> Costs:
+    """The costs in force."""
+    return _costs
+
+
+def reset() -> None:
+    """As after ``enable()``: waits for everything, sets the clock to 0, and clears violations,
+    counters, peaks, timelines, the trace and the configuration. Allocations stay.
+    """
+    native.call("reset")()
+    configure(
+        costs=LINKS["pcie4"],
+        races="raise",
+        capacity_nbytes=0,
+        pinned_capacity_nbytes=0,
+        trace_spans=200_000,
+    )
+
+
+def reset_clock() -> None:
+    """Waits for everything and sets the clock to 0; also clears what ``reset`` clears, but not the
+    configuration.
+    """
+    native.call("reset")()
+
+
+def now() -> float:
+    """The host's virtual time in seconds."""
+    return native.number("now")
+
+
+def spend(seconds: float) -> None:
+    """Lets the host be busy for that long, in virtual seconds."""
+    native.call("spend")(seconds)
+
+
+def violations(clear: bool = True) -> list[str]:
+    """The races found since the last call, each naming both operations; also those raised."""
+    found = native.call("violations")(clear)
+    assert isinstance(found, list)
+    return found
+
+
+def counters() -> Counters:
+    """What was issued since ``reset_counters()``."""
+    return Counters(*native.integers("counters"))
+
+
+def reset_counters() -> None:
+    native.call("reset_counters")()
+
+
+def memory_held(device: int = 0) -> int:
+    """Bytes that nobody else can have: allocated, or freed while a stream that ``record_stream``
+    named has not passed, in virtual time, what it had been given until then.
+    """
+    return native.integers("memory", device)[2]
+
+
+def max_memory_held(device: int = 0) -> int:
+    """The largest ``memory_held`` since ``torch.simulated.reset_peak_memory_stats``."""
+    return native.integers("memory", device)[3]
+
+
+def memory_timeline(device: int = 0) -> list[tuple[float, int]]:
+    """Virtual seconds and held bytes at each change since ``reset()``, the latest 100,000."""
+    flat = native.floats("memory_timeline", device)
+    return [(time, int(held)) for time, held in zip(flat[::2], flat[1::2])]
+
+
+def pinned_nbytes() -> int:
+    """Pinned host memory in use; a block counts as the next power of two, as CUDA's does."""
+    return native.integers("pinned")[0]
+
+
+def max_pinned_nbytes() -> int:
+    """The largest ``pinned_nbytes`` since ``reset_max_pinned_nbytes``."""
+    return native.integers("pinned")[1]
+
+
+def reset_max_pinned_nbytes() -> None:
+    native.call("reset_pinned_peak")()
+
+
+def _report() -> None:
+    left = violations()
+    if left:
+        print(f"swap_adam.simulator: {len(left)} violations, the first: {left[0]}", file=sys.stderr)
