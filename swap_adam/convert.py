@@ -1,0 +1,63 @@
+"""Converting an existing optimizer: finds the framework of the object that it is given."""
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Protocol, TypeVar, cast
+
+from swap_adam.config import SwapOptimizerConfig
+
+OptimizerT = TypeVar("OptimizerT")
+
+SUPPORTED = (
+    "torch.optim.Adam, torch.optim.AdamW, HyperParallel's AdamW, mindspore.nn.Adam, "
+    "mindspore.nn.AdamWeightDecay, MindFormers' AdamW"
+)
+
+
+class _Half(Protocol):
+    """The ``convert`` module of a framework's half."""
+
+    def is_optimizer(self, optimizer: object) -> bool: ...
+
+    def swap_optimizer(
+        self, optimizer: OptimizerT, config: SwapOptimizerConfig | None
+    ) -> OptimizerT: ...
+
+    def unswap_optimizer(self, optimizer: OptimizerT) -> OptimizerT: ...
+
+
+def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = None) -> OptimizerT:
+    """Turn ``optimizer`` into its swap class, in place, and return the same object.
+
+    States that exist move to pinned host memory at once, one after the other. Converting again
+    with the same configuration does nothing.
+
+    Raises:
+        TypeError: ``optimizer`` is not exactly of a supported class.
+        ValueError: its options, or the configuration, cannot be honoured; nothing has changed.
+        MemoryError: not enough pinned memory; nothing has changed.
+    """
+    return _half_of(optimizer).swap_optimizer(optimizer, config)
+
+
+def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """Turn a swap optimizer back into the original's class, its states on the device again.
+
+    Raises:
+        TypeError: ``optimizer`` is not a swap optimizer.
+    """
+    return _half_of(optimizer).unswap_optimizer(optimizer)
+
+
+def _half_of(optimizer: object) -> _Half:
+    # An optimizer's framework has been imported by whoever made it.
+    for framework in ("torch", "mindspore"):
+        if framework in sys.modules:
+            half = cast(_Half, import_module(f"swap_adam.{framework}.convert"))
+            if half.is_optimizer(optimizer):
+                return half
+    raise TypeError(
+        f"cannot convert a {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
+        f"supported are exactly: {SUPPORTED}"
+    )

@@ -1,0 +1,120 @@
+"""Everything that swapping needs on one device: its slots, its plan and its pipeline."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from swap_adam.backend import Backend
+from swap_adam.host_store import HostStore
+from swap_adam.pipeline import PackedPipeline, PerTensorPipeline, Pipeline, Updater
+from swap_adam.plan import PlanBuilder, PlanOptions, StepPlan
+from swap_adam.slot import Residency, SwapSlot, UpdateUnit, mark
+
+TensorT = TypeVar("TensorT")
+EventT = TypeVar("EventT")
+
+
+class DeviceSwap(Generic[TensorT, EventT]):
+    """The registered units of one device and the machinery that updates them.
+
+    ``units`` are kept in update order, by ``param_index``. A step calls :meth:`settle`,
+    :meth:`acquire` and :meth:`run`, in this order.
+    """
+
+    def __init__(
+        self,
+        backend: Backend[TensorT, EventT],
+        options: PlanOptions,
+        publish: Callable[[SwapSlot[TensorT]], None],
+        scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
+    ) -> None:
+        self.backend = backend
+        self.store = HostStore(backend, publish)
+        self.units: list[UpdateUnit[TensorT]] = []
+        self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes)
+        self._plan: StepPlan[TensorT, EventT] | None = None
+        pipeline = PackedPipeline if options.packed else PerTensorPipeline
+        self._pipeline: Pipeline[TensorT, EventT] = pipeline(backend)
+
+    @property
+    def plan(self) -> StepPlan[TensorT, EventT] | None:
+        """The plan of the last step."""
+        return self._plan
+
+    def register(
+        self, units: Sequence[UpdateUnit[TensorT]], gone: Sequence[UpdateUnit[TensorT]] = ()
+    ) -> None:
+        """Swap ``units`` from now on, and no longer ``gone`` but for slots that both have.
+
+        Slots that are :attr:`Residency.PENDING` get zeroed pinned bytes, all or none.
+
+        Raises:
+            MemoryError: there is not that much pinned memory; nothing has changed.
+        """
+        self.wait_landed()
+        self.add_slots([
+            slot for unit in units for slot in unit.slots if slot.residency is Residency.PENDING
+        ])
+        kept = {id(slot) for unit in units for slot in unit.slots}
+        dropped_slots = [s for unit in gone for s in unit.slots if id(s) not in kept]
+        if dropped_slots:
+            self.store.remove(dropped_slots)
+        dropped = set(map(id, gone))
+        self.units = [unit for unit in self.units if id(unit) not in dropped]
+        self.units.extend(units)
+        self.units.sort(key=lambda unit: unit.param_index)
+        self.store.repack_if_wasteful()
+        self._plan = None
+
+    def add_slots(self, slots: Sequence[SwapSlot[TensorT]]) -> None:
+        """Give pending slots zeroed pinned bytes, all or none."""
+        if slots:
+            self.store.add(slots)
+            mark(slots, Residency.HOST, None)
+
+    def settle(self, active: Sequence[UpdateUnit[TensorT]], check_held: bool) -> bool:
+        """Make the plan for a step over ``active`` units fit, before anything is updated.
+
+        With ``check_held``, states that somebody still holds go to fresh pinned bytes first, and
+        what is held stays as it is. Returns whether any was held.
+        """
+        held: list[SwapSlot[TensorT]] = []
+        if check_held:
+            self.wait_landed()
+            held = [slot for unit in active for slot in unit.slots if self._is_held(slot)]
+            if held:
+                self.store.replace(held)
+        if not self._plan_fits(active):
+            self._plan = self._builder.build(self.units, active)
+        return bool(held)
+
+    def acquire(self) -> None:
+        """Get the device memory of the step, or raise with nothing changed."""
+        if self._plan is not None:
+            self._pipeline.acquire(self._plan)
+
+    def abandon(self) -> None:
+        """Give the memory of :meth:`acquire` back without a step."""
+        if self._plan is not None:
+            self._pipeline.abandon(self._plan)
+
+    def run(self, update: Updater[TensorT]) -> None:
+        """Update the active units; returns with the last copies still in flight."""
+        if self._plan is not None:
+            self._pipeline.run(self._plan, update)
+
+    def wait_landed(self) -> None:
+        """Block the host until the states of the last step are valid in host memory."""
+        self._pipeline.wait_landed()
+
+    def _is_held(self, slot: SwapSlot[TensorT]) -> bool:
+        return slot.cpu_tensor is not None and self.backend.is_held_elsewhere(slot)
+
+    def _plan_fits(self, active: Sequence[UpdateUnit[TensorT]]) -> bool:
+        plan = self._plan
+        return (
+            plan is not None
+            and plan.host_version == self.store.version
+            and plan.active == active
+            and plan.can_cut == [unit.can_cut for unit in self.units]
+        )

@@ -1,0 +1,174 @@
+"""Where bytes lie: slots in pinned host slabs, batches in staging areas (pure arithmetic).
+
+Two facts shape it. Host allocators round a pinned block up to a power of two, so only slabs whose
+size *is* one waste nothing; and a copy costs a fixed latency, so neighbours on the host must be
+neighbours in the staging area to travel in one transfer.
+"""
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+HOST_ALIGNMENT_NBYTES = 16
+DEVICE_ALIGNMENT_NBYTES = 512
+# One pinned allocation of hundreds of GB fails on some hosts, and a repack needs a spare slab.
+MAX_SLAB_NBYTES = 1 << 29
+# Of the bytes to place, what rounding and unfilled slab ends may waste if there is a choice.
+WASTE_BUDGET = 0.025
+
+
+def align(nbytes: int, alignment: int) -> int:
+    """``nbytes`` rounded up to a multiple of ``alignment``."""
+    return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A slot's place: which slab, and where in it (bytes)."""
+
+    slab_index: int
+    offset_nbytes: int
+
+
+@dataclass(frozen=True)
+class SlabPlan:
+    """``slab_nbytes`` are powers of two; ``placements`` are in the order of the sizes given."""
+
+    slab_nbytes: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+def plan_slabs(sizes_nbytes: Sequence[int], max_slab_nbytes: int = MAX_SLAB_NBYTES) -> SlabPlan:
+    """Place slots, in order and back to back, in slabs of power-of-two size.
+
+    A slot never straddles two slabs, since its host tensor is one piece of memory. Each slab is
+    the largest one that the next slots fill so well that the waste stays within ``WASTE_BUDGET``
+    of all bytes, else the best filled one. A slot larger than ``max_slab_nbytes`` gets a slab
+    that holds it.
+    """
+    aligned = [align(size, HOST_ALIGNMENT_NBYTES) for size in sizes_nbytes]
+    ends = list(accumulate(aligned))
+    total = ends[-1] if ends else 0
+    budget = total * WASTE_BUDGET
+    slabs: list[int] = []
+    placements: list[Placement] = []
+    first = 0
+    while first < len(aligned):
+        start = ends[first] - aligned[first]
+        nbytes, count = _choose_slab(aligned[first], start, ends, budget, max_slab_nbytes)
+        stop = first + count
+        budget -= nbytes - (ends[stop - 1] - start)
+        for index in range(first, stop):
+            placements.append(Placement(len(slabs), ends[index] - aligned[index] - start))
+        slabs.append(nbytes)
+        first = stop
+    return SlabPlan(tuple(slabs), tuple(placements))
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()
+
+
+def _choose_slab(
+    first_nbytes: int, start: int, ends: Sequence[int], budget: float, max_slab_nbytes: int
+) -> tuple[int, int]:
+    """(slab bytes, how many of the next slots it holds)."""
+    smallest = _power_of_two(first_nbytes)
+    largest = max(smallest, min(max_slab_nbytes, _power_of_two(ends[-1] - start)))
+    placed = bisect_right(ends, start)
+    best: tuple[float, int, int] | None = None
+    candidate = largest
+    while candidate >= smallest:
+        stop = bisect_right(ends, start + candidate)
+        waste = candidate - (ends[stop - 1] - start)
+        if waste <= budget:
+            return candidate, stop - placed
+        share = waste / candidate
+        if best is None or share < best[0]:
+            best = (share, candidate, stop - placed)
+        candidate //= 2
+    assert best is not None  # the smallest candidate always holds the first slot
+    return best[1], best[2]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes of one slot (or of a piece of it) on the host."""
+
+    slab_index: int
+    offset_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One transfer: ``nbytes`` between a slab and a staging area."""
+
+    slab_index: int
+    host_offset_nbytes: int
+    device_offset_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A batch in its staging area: an offset per segment, in the order given, and its bytes."""
+
+    device_offsets_nbytes: tuple[int, ...]
+    nbytes: int
+
+
+def lay_out_region(segments: Sequence[Segment]) -> Region:
+    """Lay segments out so that neighbours on the host are neighbours in the staging area.
+
+    Every maximal run of neighbours starts at a multiple of 512 bytes.
+    """
+    offsets = [0] * len(segments)
+    order = sorted(
+        range(len(segments)), key=lambda i: (segments[i].slab_index, segments[i].offset_nbytes)
+    )
+    end = 0
+    previous: Segment | None = None
+    for index in order:
+        segment = segments[index]
+        gap = _gap(previous, segment)
+        end = align(end, DEVICE_ALIGNMENT_NBYTES) if gap is None else end + gap
+        offsets[index] = end
+        end += segment.nbytes
+        previous = segment
+    return Region(tuple(offsets), align(end, DEVICE_ALIGNMENT_NBYTES))
+
+
+def _gap(left: Segment | None, right: Segment) -> int | None:
+    """Alignment bytes between two neighbours in a slab, ``None`` where they are no neighbours."""
+    if left is None or left.slab_index != right.slab_index:
+        return None
+    gap = right.offset_nbytes - (left.offset_nbytes + left.nbytes)
+    return gap if 0 <= gap < HOST_ALIGNMENT_NBYTES else None
+
+
+def merge_runs(segments: Sequence[Segment], region: Region) -> tuple[Run, ...]:
+    """The fewest transfers that move ``segments`` to or from their offsets in ``region``.
+
+    The segments may lie elsewhere on the host than those the region was laid out for (a state
+    that goes to fresh host bytes), as long as they are as many and as large.
+    """
+    runs: list[Run] = []
+    order = sorted(range(len(segments)), key=lambda i: region.device_offsets_nbytes[i])
+    previous: Segment | None = None
+    for index in order:
+        segment = segments[index]
+        offset = region.device_offsets_nbytes[index]
+        gap = _gap(previous, segment)
+        if gap is not None:
+            last = runs[-1]
+            if last.device_offset_nbytes + last.nbytes + gap == offset:
+                runs[-1] = Run(last.slab_index, last.host_offset_nbytes,
+                               last.device_offset_nbytes, last.nbytes + gap + segment.nbytes)
+                previous = segment
+                continue
+        runs.append(Run(segment.slab_index, segment.offset_nbytes, offset, segment.nbytes))
+        previous = segment
+    return tuple(runs)

@@ -1,0 +1,163 @@
+"""The step of a swap optimizer, whatever the framework: collect, plan, stream, finish."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from swap_adam.config import SwapOptimizerConfig
+from swap_adam.device import DeviceSwap
+from swap_adam.pipeline import Progress, Updater
+from swap_adam.plan import PlanOptions
+from swap_adam.slot import UpdateUnit
+
+TensorT = TypeVar("TensorT")
+EventT = TypeVar("EventT")
+
+
+class _PlainBase:
+    """First among the mixin's bases: behind ``Generic`` the object layout of a swap class would
+    differ from the original's, and assigning ``__class__`` would fail."""
+
+
+class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
+    """What every swap optimizer composes with the optimizer it inherits from.
+
+    A framework's half implements the lifecycle below; :meth:`run_swap_step` calls it in order:
+    ``prepare_step``, ``iter_update_units``, then per batch ``step_batch``, then ``finish_step``.
+    All its attributes start with ``_swap_`` and live on the instance, so that converting an
+    optimizer by class swap is to set them, and converting it back to delete them.
+    """
+
+    swap_config: SwapOptimizerConfig
+    _swap_devices: dict[Hashable, DeviceSwap[TensorT, EventT]]
+    _swap_torn: set[int]
+    _swap_check_held: bool
+
+    def init_swap(self, config: SwapOptimizerConfig) -> None:
+        """Set the attributes; called once, by the constructor or by the conversion."""
+        self.swap_config = config
+        self._swap_devices = {}
+        self._swap_torn = set()
+        self._swap_check_held = False
+
+    def prepare_step(self) -> None:
+        """Refuse what cannot be honoured and read the step's hyperparameters, changing nothing."""
+        raise NotImplementedError
+
+    def iter_update_units(self) -> Iterable[UpdateUnit[TensorT]]:
+        """One unit per parameter to update, in the original's order, slots registered."""
+        raise NotImplementedError
+
+    def step_batch(self, units: Sequence[UpdateUnit[TensorT]]) -> None:
+        """Update ``units`` with the original's own arithmetic, on the compute stream."""
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """What the original does after its last parameter."""
+
+    def scratch_nbytes(self, units: Sequence[UpdateUnit[TensorT]]) -> int:
+        """An upper bound of the temporaries that ``step_batch(units)`` has at a time, in bytes."""
+        raise NotImplementedError
+
+    def is_state_held(self) -> bool:
+        """Whether somebody holds what states are kept in, and so reads them without asking."""
+        return False
+
+    def describe_param(self, param_index: int) -> str:
+        """How an error names a parameter."""
+        raise NotImplementedError
+
+    def plan_options(self, default_packed: bool) -> PlanOptions:
+        """How the configuration, and the class's default, shape the plan."""
+        config = self.swap_config
+        packed = default_packed if config.packed_swap is None else config.packed_swap
+        return PlanOptions(config.swap_times, packed, config.split_tensors)
+
+    def run_swap_step(self) -> None:
+        """One optimizer step. Returns with the last copy-outs in flight."""
+        self.check_not_torn("step()")
+        self.prepare_step()
+        resident: list[UpdateUnit[TensorT]] = []
+        swapped: dict[Hashable, list[UpdateUnit[TensorT]]] = {}
+        for unit in self.iter_update_units():
+            if unit.slots:
+                swapped.setdefault(unit.slots[0].device, []).append(unit)
+            else:
+                resident.append(unit)
+        update = Updater(self.step_batch)
+        try:
+            self._stream(resident, swapped, update)
+        except BaseException as error:
+            self._swap_torn |= update.progress.torn
+            count = len(resident) + sum(len(units) for units in swapped.values())
+            self._explain(error, update.progress, count)
+            raise
+        self.finish_step()
+
+    def wait_landed(self) -> None:
+        """Block the host until every swapped state is valid in host memory."""
+        for device in self._swap_devices.values():
+            device.wait_landed()
+
+    def check_not_torn(self, what: str) -> None:
+        """Refuse ``what`` while a fault has left parameters half updated.
+
+        Raises:
+            RuntimeError: naming the parameters and the way out.
+        """
+        if self._swap_torn:
+            names = ", ".join(self.describe_param(index) for index in sorted(self._swap_torn))
+            raise RuntimeError(
+                f"{what} is refused: a fault during an earlier update left these parameters half "
+                f"updated: {names}. Restore the model and call load_state_dict() with a "
+                "checkpoint before going on."
+            )
+
+    def _stream(
+        self,
+        resident: Sequence[UpdateUnit[TensorT]],
+        swapped: dict[Hashable, list[UpdateUnit[TensorT]]],
+        update: Updater[TensorT],
+    ) -> None:
+        devices = [(self._swap_devices[device], units) for device, units in swapped.items()]
+        check_held = self._swap_check_held
+        # All of them: each must look, whatever the others find.
+        held = [device.settle(units, check_held) for device, units in devices]
+        is_state_held = check_held and self.is_state_held()
+        self._swap_check_held = is_state_held or any(held)
+        acquired: list[DeviceSwap[TensorT, EventT]] = []
+        try:
+            for device, _ in devices:
+                device.acquire()
+                acquired.append(device)
+            if resident:
+                update(resident)
+            while acquired:
+                acquired.pop(0).run(update)
+        finally:
+            for device in acquired:
+                device.abandon()
+        if is_state_held:
+            self.wait_landed()
+
+    def _explain(self, error: BaseException, progress: Progress, count: int) -> None:
+        torn = ""
+        if progress.torn:
+            names = ", ".join(self.describe_param(index) for index in sorted(progress.torn))
+            torn = (
+                f" Half updated, so unusable until load_state_dict() has replaced their states: "
+                f"{names}."
+            )
+        note = (
+            f"swap_adam: {len(progress.updated)} of {count} parameters were updated before this "
+            f"error.{torn} Calling step() again is not a retry: it would update those twice."
+        )
+        add_note(error, note)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Attach ``note`` to ``error``: as a note where Python has them, else to its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (*error.args[:-1], f"{error.args[-1]}\n{note}") if error.args else (note,)

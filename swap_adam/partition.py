@@ -1,0 +1,124 @@
+"""Cutting the swapped units of one device into batches of bounded bytes (pure arithmetic).
+
+Let ``S`` be the bytes of all registered slots of the device and ``cap = ceil(S / swap_times)``.
+The batches lie in staging areas that together hold at most ``2 * cap`` bytes. The packed pipeline
+divides them by three: with two areas the copy-in of a batch waits for a copy-in, an update and a
+copy-out of the same area, which is longer than the two copies that hide it; with three the link
+never waits. The first and the last batches are smaller, so that the first update starts early and
+little is left to copy out behind the last one.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Cuts at multiples of this many elements keep every vector tail where the whole tensor has it.
+CUT_QUANTUM_NUMEL = 128
+# A transfer's latency is worth about this many bytes of a fast link: no ramp goes below.
+RAMP_FLOOR_NBYTES = 512 * 1024
+RAMP_FRACTION = 8
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What partitioning needs to know of a unit: ``nbytes_per_element`` sums over its slots."""
+
+    numel: int
+    nbytes_per_element: int
+    can_cut: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.nbytes_per_element
+
+    @property
+    def quantum_nbytes(self) -> int:
+        return min(self.numel, CUT_QUANTUM_NUMEL) * self.nbytes_per_element
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``numel`` elements of a unit, from ``start_numel`` on."""
+
+    unit_index: int
+    start_numel: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Batches in update order; ``area_count`` areas are used in turn.
+
+    ``cap_nbytes`` is the bound of a batch of units that can be cut; a unit that cannot be cut
+    and is larger (``oversized``, unit indices) is a batch of its own.
+    """
+
+    batches: tuple[tuple[Piece, ...], ...]
+    area_count: int
+    cap_nbytes: int
+    oversized: tuple[int, ...]
+
+
+def batch_cap_nbytes(units: Sequence[UnitSize], swap_times: int) -> int:
+    """``ceil(S / swap_times)``, never below one quantum of the widest unit."""
+    total = sum(unit.nbytes for unit in units)
+    return max([-(-total // swap_times), *(unit.quantum_nbytes for unit in units)])
+
+
+def partition_packed(units: Sequence[UnitSize], swap_times: int) -> Partition:
+    """Batches for the packed pipeline: two or three areas of together at most twice the cap."""
+    cap = batch_cap_nbytes(units, swap_times)
+    third = 2 * cap // 3
+    smallest_limit = max(unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units)
+    area_count, limit = (3, third) if smallest_limit <= third else (2, cap)
+    floor = max(limit // RAMP_FRACTION, RAMP_FLOOR_NBYTES)
+    return _fill(units, limit, area_count, floor if 2 * floor <= limit else limit)
+
+
+def partition_per_tensor(units: Sequence[UnitSize], swap_times: int) -> Partition:
+    """Batches of whole units for the per-tensor pipeline, which holds two at a time."""
+    cap = batch_cap_nbytes(units, swap_times)
+    whole = [UnitSize(unit.numel, unit.nbytes_per_element, can_cut=False) for unit in units]
+    return _fill(whole, cap, area_count=2, floor=cap)
+
+
+def _fill(units: Sequence[UnitSize], limit: int, area_count: int, floor: int) -> Partition:
+    batches: list[tuple[Piece, ...]] = []
+    batch: list[Piece] = []
+    room = 0
+    remaining = sum(unit.nbytes for unit in units)
+
+    def open_batch() -> int:
+        """Close the current batch; the new one's bytes grow at first and halve at the end."""
+        if batch:
+            batches.append(tuple(batch))
+            batch.clear()
+        ramp_up = floor << min(len(batches), 62)
+        return min(limit, ramp_up, max(floor, remaining // 2))
+
+    room = open_batch()
+    for index, unit in enumerate(units):
+        if unit.nbytes <= limit or not unit.can_cut:
+            if unit.nbytes > room and batch:
+                room = open_batch()
+            batch.append(Piece(index, 0, unit.numel))
+            room -= unit.nbytes
+            remaining -= unit.nbytes
+            continue
+        start = 0
+        while start < unit.numel:
+            quanta = room // unit.nbytes_per_element // CUT_QUANTUM_NUMEL
+            if quanta < 1:
+                if batch:
+                    room = open_batch()
+                    continue
+                quanta = 1  # an empty batch always takes one quantum, which is within the limit
+            numel = min(unit.numel - start, quanta * CUT_QUANTUM_NUMEL)
+            batch.append(Piece(index, start, numel))
+            start += numel
+            room -= numel * unit.nbytes_per_element
+            remaining -= numel * unit.nbytes_per_element
+    if batch:
+        batches.append(tuple(batch))
+    oversized = tuple(i for i, unit in enumerate(units) if not unit.can_cut and unit.nbytes > limit)
+    return Partition(tuple(batches), area_count, limit, oversized)

@@ -1,0 +1,276 @@
+"""The two schedules: packed and per tensor, each on two copy streams, for one device.
+
+Batch ``i`` is copied in, updated and copied out on three streams; events order the three, and:
+
+- packed: the copy-in of batch ``i`` waits for the copy-out of the batch that had its area before.
+  The host never waits within a step.
+- per tensor: device memory comes and goes with a batch, so before a batch is copied in the host
+  waits for the copy-out of the last batch but one: two batches are held at most.
+
+[Note: running out of memory] Everything the step needs on the device is there before the first
+update: out of memory strikes before anything has changed.
+
+[Note: faults] A fault outside the update call rolls forward: parameters whose first piece has
+been updated are finished, nothing new begins, and the exception goes on. A fault inside the
+update call, or while rolling forward, leaves the parameters of that batch torn.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from swap_adam.backend import Backend, StreamRole
+from swap_adam.plan import Batch, StepPlan
+from swap_adam.slot import Residency, UpdateUnit, mark
+
+TensorT = TypeVar("TensorT")
+EventT = TypeVar("EventT")
+
+
+@dataclass
+class Progress:
+    """What a step has done, by ``param_index``: the basis of what its errors say."""
+
+    updated: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)  # some pieces are updated, not all
+    torn: set[int] = field(default_factory=set)  # an update of theirs was interrupted
+
+
+class Updater(Generic[TensorT]):
+    """Calls the optimizer's update on units and keeps the progress of the step."""
+
+    def __init__(self, update: Callable[[Sequence[UpdateUnit[TensorT]]], None]) -> None:
+        self._update = update
+        self._last: Sequence[UpdateUnit[TensorT]] | None = None
+        self.progress = Progress()
+
+    def __call__(self, units: Sequence[UpdateUnit[TensorT]]) -> None:
+        progress = self.progress
+        try:
+            self._update(units)
+            for unit in units:
+                if not unit.is_last_piece:
+                    progress.begun.add(unit.param_index)
+                else:
+                    progress.begun.discard(unit.param_index)
+                    progress.updated.add(unit.param_index)
+            self._last = units
+        except BaseException:
+            self.tear(units)
+            raise
+
+    def has_updated(self, units: Sequence[UpdateUnit[TensorT]]) -> bool:
+        """Whether ``units`` were the last ones updated."""
+        return self._last is units
+
+    def tear(self, units: Sequence[UpdateUnit[TensorT]]) -> None:
+        """The parameters of ``units``, and those with pieces still to come, are half updated."""
+        torn = self.progress.torn
+        torn.update(unit.param_index for unit in units)
+        torn |= self.progress.begun
+        self.progress.updated -= torn
+
+
+class Pipeline(Generic[TensorT, EventT]):
+    """What both schedules share: the order of one batch, faults, and the wait for the last copy.
+
+    Work is issued on the stream that is current when ``run`` is called and on the backend's two
+    copy streams. When ``run`` returns, the current stream's later work sees the updated
+    parameters without further waits; the host bytes of the states are valid after
+    :meth:`wait_landed`.
+    """
+
+    def __init__(self, backend: Backend[TensorT, EventT]) -> None:
+        self._backend = backend
+        self._started = backend.make_event()
+        self._landed = backend.make_event()
+        self._in_flight: list[Batch[TensorT, EventT]] = []
+
+    def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
+        """Get the device memory that the step needs, or raise with none of it held.
+
+        Where the host is a whole step ahead, the last step's memory is still in use. The host
+        then waits for it, which costs the device nothing; else there would be twice as much.
+        """
+        if not self._backend.is_complete(self._landed):
+            self._backend.synchronize(self._landed)
+        self._rest()
+        self._acquire(plan)
+
+    def wait_landed(self) -> None:
+        """Block the host until the last step's copies are in host memory."""
+        if self._in_flight:
+            self._backend.synchronize(self._landed)
+            self._rest()
+
+    def run(self, plan: StepPlan[TensorT, EventT], update: Updater[TensorT]) -> None:
+        """Update every batch of ``plan``, whose memory has been acquired."""
+        backend = self._backend
+        # The staging memory may still be in use by what is on the compute stream.
+        backend.record(self._started, StreamRole.COMPUTE)
+        backend.wait(StreamRole.COPY_IN, self._started)
+        copied_in = 0
+        index = 0
+        try:
+            for index, batch in enumerate(plan.batches):
+                copied_in = self._fill(plan, index, copied_in)
+                self._update(batch, batch.units, update)
+                self._copy_out(batch)
+                self._settle(plan, index)
+        except BaseException:
+            self._roll_forward(plan, index, copied_in, update)
+            # Copy-ins that nobody waited for: their memory may go only after them, too.
+            backend.record(self._started, StreamRole.COPY_IN)
+            backend.wait(StreamRole.COPY_OUT, self._started)
+            raise
+        finally:
+            backend.record(self._landed, StreamRole.COPY_OUT)
+            self._release(plan)
+
+    def abandon(self, plan: StepPlan[TensorT, EventT]) -> None:
+        """Give the memory of :meth:`acquire` back without having run."""
+        self._release(plan)
+
+    def _rest(self) -> None:
+        for batch in self._in_flight:
+            mark(batch.slots, Residency.HOST, None)
+        self._in_flight = []
+
+    def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
+        raise NotImplementedError
+
+    def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
+        """Issue the copy-ins that may be under way while batch ``index`` is updated.
+
+        Returns how many batches have been copied in.
+        """
+        raise NotImplementedError
+
+    def _settle(self, plan: StepPlan[TensorT, EventT], index: int) -> None:
+        """Called when the copy-out of batch ``index`` has been issued."""
+
+    def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
+        """Give all device memory back, to others once the copies have passed it."""
+        raise NotImplementedError
+
+    def _copy_in(self, batch: Batch[TensorT, EventT]) -> None:
+        mark(batch.slots, Residency.H2D, batch.copied_in)
+        for transfer in batch.transfers:
+            self._backend.copy(StreamRole.COPY_IN, transfer.device, transfer.host)
+        self._backend.record(batch.copied_in, StreamRole.COPY_IN)
+
+    def _update(
+        self,
+        batch: Batch[TensorT, EventT],
+        units: Sequence[UpdateUnit[TensorT]],
+        update: Updater[TensorT],
+    ) -> None:
+        self._backend.wait(StreamRole.COMPUTE, batch.copied_in)
+        mark(batch.slots, Residency.DEVICE, None)
+        update(units)
+        self._backend.record(batch.updated, StreamRole.COMPUTE)
+
+    def _copy_out(self, batch: Batch[TensorT, EventT]) -> None:
+        self._backend.wait(StreamRole.COPY_OUT, batch.updated)
+        mark(batch.slots, Residency.D2H, batch.copied_out)
+        for transfer in batch.transfers:
+            self._backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
+        self._backend.record(batch.copied_out, StreamRole.COPY_OUT)
+        self._in_flight.append(batch)
+
+    def _roll_forward(
+        self,
+        plan: StepPlan[TensorT, EventT],
+        index: int,
+        copied_in: int,
+        update: Updater[TensorT],
+    ) -> None:
+        """See [Note: faults]. Never raises: the first fault is the one to report."""
+        units = plan.batches[index].units
+        if update.progress.torn:
+            return
+        try:
+            if update.has_updated(units):
+                # It may be partly copied out: doing it again is harmless.
+                self._backend.record(plan.batches[index].updated, StreamRole.COMPUTE)
+                self._copy_out(plan.batches[index])
+                self._settle(plan, index)
+                index += 1
+            for index in range(index, len(plan.batches)):
+                if not update.progress.begun:
+                    break
+                batch = plan.batches[index]
+                units = [unit for unit in batch.units if unit.param_index in update.progress.begun]
+                copied_in = self._fill(plan, index, copied_in)
+                self._update(batch, units, update)
+                self._copy_out(batch)
+                self._settle(plan, index)
+        except BaseException:
+            update.tear(units)
+
+
+class PackedPipeline(Pipeline[TensorT, EventT]):
+    """Batches in a few staging areas that are used in turn."""
+
+    def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
+        held = []
+        try:
+            for area, nbytes in plan.areas:
+                self._backend.acquire(area, nbytes)
+                held.append(area)
+            self._backend.reserve(plan.scratch_nbytes)
+        except BaseException:
+            for area in held:
+                self._backend.release(area, None)
+            raise
+
+    def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
+        ahead = len(plan.areas)
+        while copied_in < min(index + ahead, len(plan.batches)):
+            if copied_in >= ahead:
+                previous = plan.batches[copied_in - ahead]
+                self._backend.wait(StreamRole.COPY_IN, previous.copied_out)
+            self._copy_in(plan.batches[copied_in])
+            copied_in += 1
+        return copied_in
+
+    def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
+        for area, _ in plan.areas:
+            self._backend.release(area, StreamRole.COPY_OUT)
+
+
+class PerTensorPipeline(Pipeline[TensorT, EventT]):
+    """Every state in device memory of its own, which comes and goes with its batch."""
+
+    def __init__(self, backend: Backend[TensorT, EventT]) -> None:
+        super().__init__(backend)
+        self._held: dict[int, TensorT] = {}  # by identity: tensors compare elementwise
+
+    def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
+        self._backend.reserve(plan.staging_nbytes + plan.scratch_nbytes)
+
+    def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
+        if copied_in > index or index >= len(plan.batches):
+            return copied_in
+        batch = plan.batches[index]
+        for buffer, nbytes in batch.buffers:
+            self._backend.acquire(buffer, nbytes)
+            self._held[id(buffer)] = buffer
+        # The new memory may still be in use by what is on the compute stream.
+        self._backend.record(self._started, StreamRole.COMPUTE)
+        self._backend.wait(StreamRole.COPY_IN, self._started)
+        self._copy_in(batch)
+        return index + 1
+
+    def _settle(self, plan: StepPlan[TensorT, EventT], index: int) -> None:
+        if index > 0:
+            self._backend.synchronize(plan.batches[index - 1].copied_out)
+            for buffer, _ in plan.batches[index - 1].buffers:
+                self._backend.release(buffer, None)
+                del self._held[id(buffer)]
+
+    def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
+        for buffer in self._held.values():
+            self._backend.release(buffer, StreamRole.COPY_OUT)
+        self._held.clear()

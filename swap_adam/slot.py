@@ -1,0 +1,86 @@
+"""One state that is swapped, and one parameter's update; only here does a residency change."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+TensorT = TypeVar("TensorT")
+
+
+class Residency(Enum):
+    """Where the valid bytes of a state are."""
+
+    PENDING = "pending"  # registered, has no bytes yet
+    HOST = "host"  # at rest in pinned memory
+    H2D = "h2d"  # its copy-in is issued
+    DEVICE = "device"  # in a staging area, being updated
+    D2H = "d2h"  # its copy-out is issued; read the host bytes only after `event`
+
+
+@dataclass(eq=False)
+class SwapSlot(Generic[TensorT]):
+    """One logical optimizer state that is swapped.
+
+    ``cpu_tensor`` holds the bytes at rest: local shape, the strides of the parameter, a storage
+    of exactly its own size inside a host slab. ``logical_tensor`` is what the optimizer shows:
+    ``cpu_tensor`` itself, or a distributed tensor around it. The device tensors of a running
+    step are views that belong to its update units, since a cut state has several.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Hashable
+    device: Hashable
+    numel: int
+    storage_nbytes: int
+    cpu_tensor: TensorT | None = None
+    logical_tensor: TensorT | None = None
+    residency: Residency = Residency.PENDING
+    event: object | None = None
+    slab_index: int = -1
+    host_offset_numel: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return self.storage_nbytes // self.numel
+
+    @property
+    def host_offset_nbytes(self) -> int:
+        return self.host_offset_numel * self.itemsize
+
+
+@dataclass(eq=False)
+class UpdateUnit(Generic[TensorT]):
+    """The update of one parameter, or of ``numel`` elements of it from ``start_numel`` on.
+
+    ``slots`` are the swapped states only, and ``states`` their tensors on the device, by name,
+    valid while the unit's batch is there; the views of a unit that is cut belong to its pieces.
+    ``can_cut`` says whether elements ``[a, b)`` in storage order are the same elements in the
+    parameter, its gradient and every state. ``repeats`` counts how often the parameter stands in
+    its group (a duplicate is updated that often, as the original does). A piece names the unit
+    that it was cut from as ``whole``.
+    """
+
+    group_index: int
+    param_index: int
+    param: TensorT
+    grad: TensorT
+    slots: list[SwapSlot[TensorT]]
+    numel: int
+    start_numel: int = 0
+    can_cut: bool = False
+    is_cut: bool = False
+    is_last_piece: bool = True
+    repeats: int = 1
+    states: dict[str, TensorT] = field(default_factory=dict)
+    whole: UpdateUnit[TensorT] | None = None
+
+
+def mark(slots: Iterable[SwapSlot[TensorT]], residency: Residency, event: object | None) -> None:
+    """Move ``slots`` to ``residency``; ``event`` is what a reader of the bytes waits for."""
+    for slot in slots:
+        slot.residency = residency
+        slot.event = event

@@ -1,0 +1,281 @@
+"""SwapAdam and SwapAdamW: torch.optim's classes with their moments on the host between steps."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
+
+from swap_adam.config import SwapOptimizerConfig
+from swap_adam.slot import UpdateUnit
+from swap_adam.torch.optimizer import ParamGroup, TorchSwapMixin
+from swap_adam.torch.state import (
+    ParamState,
+    TorchUnit,
+    as_dtensor,
+    check_fused_param,
+    default_to_foreach,
+    local,
+    piece_of,
+    scalar_dtype,
+    shown_as,
+)
+
+# A for-loop over tensors holds its temporaries one tensor at a time: the negated or decayed
+# gradient (one being made from the other), and the square root being divided.
+FOR_LOOP_TEMPORARIES = 4
+# The foreach update holds them for the whole list: a gradient and a square root per parameter.
+FOREACH_TEMPORARIES = 2
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """What a step read of a group: the implementation to ask for, and the learning rate."""
+
+    foreach: bool
+    fused: bool
+    lr: float | Tensor
+
+
+class AdamSwapMixin(TorchSwapMixin):
+    """The step of ``torch.optim.Adam``, batch by batch through its own functional.
+
+    The implementation (for-loop, foreach, fused) is resolved once per group over all its
+    parameters with a gradient, as the original does, and then asked for in every batch.
+    """
+
+    _refused: tuple[str, ...] = ("foreach", "capturable", "differentiable")
+    sparse_error = "Adam does not support sparse gradients, please consider SparseAdam instead"
+    _swap_group_steps: dict[int, GroupStep]
+
+    def init_swap(self, config: SwapOptimizerConfig) -> None:
+        super().init_swap(config)
+        self._swap_group_steps = {}
+
+    @classmethod
+    def original_class(cls) -> type | None:
+        return {SwapAdam: Adam, SwapAdamW: AdamW}.get(cls)
+
+    @classmethod
+    def refused_flags(cls, group: ParamGroup) -> list[str]:
+        return [flag for flag in cls._refused if group.get(flag)]
+
+    @classmethod
+    def refuse_group(cls, group: ParamGroup) -> None:
+        for flag in cls.refused_flags(group):
+            remedy = {
+                "foreach": "foreach=None or foreach=False: one call over all tensors would need "
+                           "all states on the device, None uses foreach batch by batch",
+                "fused": "fused=None, or AdamW with fused=True",
+            }.get(flag, f"{flag}=False")
+            raise ValueError(f"{cls.__name__} does not support {flag}=True; use {remedy}")
+
+    def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
+        fused, foreach = bool(group["fused"]), bool(group["foreach"])
+        lr = group["lr"]
+        if group["fused"] is None and group["foreach"] is None:
+            foreach = default_to_foreach(params) and not isinstance(lr, Tensor)
+        if not fused and isinstance(lr, Tensor) and lr.device.type != "cpu":
+            # The for-loop would read it back once per parameter. On the host the same arithmetic
+            # gives the same bits, but for low precision, where the device rounds it first.
+            if all(param.dtype in (torch.float32, torch.float64) for param in params):
+                lr = lr.cpu()
+        self._swap_group_steps[group_index] = GroupStep(foreach, fused, lr)
+
+    def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
+        if group["fused"]:
+            check_fused_param(param)
+            return {"step": torch.zeros((), dtype=scalar_dtype(True), device=param.device)}
+        return {"step": torch.tensor(0.0, dtype=scalar_dtype(False), device="cpu")}
+
+    def state_names(self, group: ParamGroup) -> set[str]:
+        return super().state_names(group) | {"step"}
+
+    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+        most = 0
+        by_group: dict[int, list[int]] = {}
+        for unit in units:
+            nbytes = unit.numel * unit.param.element_size()
+            by_group.setdefault(unit.group_index, []).append(nbytes)
+        for group_index, sizes in by_group.items():
+            step = self._swap_group_steps[group_index]
+            if step.foreach:
+                most = max(most, FOREACH_TEMPORARIES * sum(sizes))
+            elif not step.fused:
+                most = max(most, FOR_LOOP_TEMPORARIES * max(sizes))
+        return most
+
+    def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
+        group, step = self.param_groups[group_index], self._swap_group_steps[group_index]
+        amsgrad = group["amsgrad"]
+        beta1, beta2 = group["betas"]
+        lists = UpdateLists.of(units, amsgrad)
+        adam(
+            lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
+            lists.steps,
+            foreach=step.foreach,
+            fused=step.fused,
+            capturable=False,
+            differentiable=False,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=any(torch.is_complex(param) for param in lists.params),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=step.lr,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+@dataclass(frozen=True)
+class UpdateLists:
+    """The arguments of torch's functional, one entry per unit."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+
+    @classmethod
+    def of(cls, units: Sequence[TorchUnit], amsgrad: bool) -> UpdateLists:
+        lists = cls([], [], [], [], [], [])
+        for unit in units:
+            for _ in range(unit.repeats):
+                lists._append(unit, amsgrad)
+        return lists
+
+    def _append(self, unit: TorchUnit, amsgrad: bool) -> None:
+        states, param_state = unit.states, unit.param_state
+        if unit.is_cut:
+            self._append_piece(unit, amsgrad)
+            return
+        self.params.append(unit.param)
+        self.grads.append(unit.grad)
+        if as_dtensor(unit.owner) is None:
+            exp_avg = states.get("exp_avg")
+            exp_avg_sq = states.get("exp_avg_sq")
+            self.exp_avgs.append(param_state["exp_avg"] if exp_avg is None else exp_avg)
+            self.exp_avg_sqs.append(param_state["exp_avg_sq"] if exp_avg_sq is None else exp_avg_sq)
+            if amsgrad:
+                maximum = states.get("max_exp_avg_sq")
+                self.max_exp_avg_sqs.append(
+                    param_state["max_exp_avg_sq"] if maximum is None else maximum
+                )
+        else:
+            self.exp_avgs.append(_dtensor_state(unit, "exp_avg"))
+            self.exp_avg_sqs.append(_dtensor_state(unit, "exp_avg_sq"))
+            if amsgrad:
+                self.max_exp_avg_sqs.append(_dtensor_state(unit, "max_exp_avg_sq"))
+        self.steps.append(param_state["step"])
+
+    def _append_piece(self, unit: TorchUnit, amsgrad: bool) -> None:
+        whole = unit.whole
+        assert isinstance(whole, TorchUnit)
+
+        def state(name: str) -> Tensor:
+            view = unit.states.get(name)
+            return piece_of(local(whole.param_state[name]), unit) if view is None else view
+
+        self.params.append(piece_of(whole.param, unit))
+        self.grads.append(piece_of(whole.grad, unit))
+        self.exp_avgs.append(state("exp_avg"))
+        self.exp_avg_sqs.append(state("exp_avg_sq"))
+        if amsgrad:
+            self.max_exp_avg_sqs.append(state("max_exp_avg_sq"))
+        # All pieces start from the old step; what the last one makes of it is the new one.
+        step = whole.param_state["step"]
+        self.steps.append(step if unit.is_last_piece else step.clone())
+
+
+def _dtensor_state(unit: TorchUnit, name: str) -> Tensor:
+    """A state in the same form, local or distributed, as the parameter in ``unit.param``."""
+    view = unit.states.get(name)
+    is_local = as_dtensor(unit.param) is None
+    if view is None:
+        value: Tensor = unit.param_state[name]
+        return local(value) if is_local else value
+    return view if is_local else shown_as(unit.owner, view)
+
+
+class SwapAdam(AdamSwapMixin, Adam):
+    """``torch.optim.Adam`` with its moments in pinned host memory between steps.
+
+    Takes the original's arguments and ``swap_config``. ``foreach=True``, ``fused=True``,
+    ``capturable=True`` and ``differentiable=True`` are refused.
+
+    Raises:
+        ValueError: a refused flag or a configuration that does not fit, before anything changed.
+    """
+
+    _refused = ("foreach", "capturable", "differentiable", "fused")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        swap_config: SwapOptimizerConfig | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, maximize=maximize,
+            capturable=capturable, differentiable=differentiable, fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        config = SwapOptimizerConfig() if swap_config is None else swap_config
+        self.refuse_config(config, self.param_groups)
+        self.init_swap(config)
+
+
+class SwapAdamW(AdamSwapMixin, AdamW):
+    """``torch.optim.AdamW`` with its moments in pinned host memory between steps.
+
+    Takes the original's arguments and ``swap_config``. ``foreach=True``, ``capturable=True`` and
+    ``differentiable=True`` are refused.
+
+    Raises:
+        ValueError: a refused flag or a configuration that does not fit, before anything changed.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        swap_config: SwapOptimizerConfig | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
+            capturable=capturable, differentiable=differentiable, fused=fused,
+        )
+        config = SwapOptimizerConfig() if swap_config is None else swap_config
+        self.refuse_config(config, self.param_groups)
+        self.init_swap(config)

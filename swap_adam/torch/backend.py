@@ -1,0 +1,138 @@
+"""One torch device for the pipelines: pinned slabs, releasable buffers, copy streams, events.
+
+Everything goes through ``torch.accelerator`` and the device of the parameters; no device is named.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from swap_adam.backend import StreamRole
+from swap_adam.slot import SwapSlot
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many owners the storage of ``tensor`` has, this call's own handle included."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+# A tensor that nobody shares: its own implementation and the handle made to look.
+SOLE_OWNER = storage_use_count(torch.empty(1))
+
+
+class TorchBackend:
+    """A device of any accelerator that ``torch.accelerator`` covers.
+
+    The two copy streams are made once, here; which stream is the compute stream is asked anew
+    whenever it matters, since ``step()`` may be called under another one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {
+            StreamRole.COPY_IN: torch.Stream(device=device),
+            StreamRole.COPY_OUT: torch.Stream(device=device),
+        }
+
+    # Host memory
+
+    def allocate_slab(self, nbytes: int) -> Tensor:
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, MemoryError) as error:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            raise MemoryError(
+                f"cannot pin {nbytes} bytes of host memory for optimizer states "
+                f"({free} bytes of host memory are free): {error}. Free host memory, raise the "
+                "limit of locked memory, or swap less (state_keys, min_numel)."
+            ) from error
+
+    def host_tensor(self, slab: Tensor, slot: SwapSlot[Tensor]) -> Tensor:
+        # A view of the slab would be saved with the whole slab. A tensor over a part of its
+        # memory has a storage of exactly its own size, and `memory` keeps the slab alive.
+        memory = (ctypes.c_char * slot.storage_nbytes).from_address(
+            slab.data_ptr() + slot.host_offset_nbytes
+        )
+        memory.slab = slab  # type: ignore[attr-defined]
+        assert isinstance(slot.dtype, torch.dtype)
+        tensor = torch.frombuffer(memory, dtype=slot.dtype, count=slot.numel)
+        return tensor.as_strided_(slot.shape, slot.strides)
+
+    def host_copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+    def is_held_elsewhere(self, slot: SwapSlot[Tensor]) -> bool:
+        tensor, logical = slot.cpu_tensor, slot.logical_tensor
+        assert tensor is not None
+        if storage_use_count(tensor) > SOLE_OWNER:
+            return True
+        # References to the shown tensor: the slot, the optimizer's state, this frame and the
+        # argument of getrefcount; to a plain one, which is `cpu_tensor` too, two more.
+        own = 6 if tensor is logical else 4
+        if sys.getrefcount(logical) > own:
+            return True
+        # A distributed tensor's local part: the slot, the distributed tensor, and as above.
+        return tensor is not logical and sys.getrefcount(tensor) > 4
+
+    # Device memory
+
+    def make_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def acquire(self, buffer: Tensor, nbytes: int) -> None:
+        buffer.untyped_storage().resize_(nbytes)
+
+    def release(self, buffer: Tensor, pending: StreamRole | None) -> None:
+        if pending is not None:
+            buffer.record_stream(self._stream(pending))
+        buffer.untyped_storage().resize_(0)
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def device_view(
+        self, buffer: Tensor, offset_nbytes: int, slot: SwapSlot[Tensor],
+        start_numel: int, numel: int,
+    ) -> Tensor:
+        assert isinstance(slot.dtype, torch.dtype)
+        with torch.no_grad():
+            part = buffer[offset_nbytes:offset_nbytes + numel * slot.itemsize].view(slot.dtype)
+            if numel < slot.numel:
+                return part
+            return part.as_strided(slot.shape, slot.strides)
+
+    # Copies and their order
+
+    def byte_view(self, buffer: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
+        return buffer[offset_nbytes:offset_nbytes + nbytes]
+
+    def copy(self, role: StreamRole, target: Tensor, source: Tensor) -> None:
+        with self._streams[role]:
+            target.copy_(source, non_blocking=True)
+
+    def make_event(self) -> torch.Event:
+        return torch.Event(device=self.device)
+
+    def record(self, event: torch.Event, role: StreamRole) -> None:
+        event.record(self._stream(role))
+
+    def wait(self, role: StreamRole, event: torch.Event) -> None:
+        event.wait(self._stream(role))
+
+    def is_complete(self, event: torch.Event) -> bool:
+        return event.query()
+
+    def synchronize(self, event: torch.Event) -> None:
+        event.synchronize()
+
+    def _stream(self, role: StreamRole) -> torch.Stream:
+        if role is StreamRole.COMPUTE:
+            return torch.accelerator.current_stream(self.device)
+        return self._streams[role]

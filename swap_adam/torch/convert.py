@@ -1,0 +1,159 @@
+"""Class swap of existing torch optimizers, in both directions."""
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from torch.optim import Adam, AdamW, Optimizer
+
+from swap_adam.config import SwapOptimizerConfig
+from swap_adam.torch.adam import SwapAdam, SwapAdamW
+from swap_adam.torch.optimizer import TorchSwapMixin
+
+OptimizerT = TypeVar("OptimizerT")
+
+
+def is_optimizer(optimizer: object) -> bool:
+    """Whether ``optimizer`` is an optimizer of torch, supported or not."""
+    return isinstance(optimizer, Optimizer)
+
+
+def matches(optimizer: Optimizer) -> type[TorchSwapMixin] | None:
+    """The swap class for exactly this class of optimizer, ``None`` if there is none."""
+    return _swap_classes().get(type(optimizer))
+
+
+def _swap_classes() -> dict[type, type[TorchSwapMixin]]:
+    classes: dict[type, type[TorchSwapMixin]] = {Adam: SwapAdam, AdamW: SwapAdamW}
+    # An instance of HyperParallel's class, or of ours, exists only if its module is loaded.
+    if {"hyper_parallel", "swap_adam.torch.hyper_adamw"} & set(sys.modules):
+        from swap_adam.torch.hyper_adamw import SwapHyperAdamW
+
+        for original in SwapHyperAdamW.originals():
+            classes[original] = SwapHyperAdamW
+    return classes
+
+
+def validate(
+    optimizer: Optimizer, target: type[TorchSwapMixin], config: SwapOptimizerConfig
+) -> None:
+    """Refuse what ``target`` cannot honour, with ``optimizer`` left as it is.
+
+    Raises:
+        ValueError: a flag of a group, or the configuration.
+        TypeError: ``step`` is patched on the instance by somebody whom we cannot carry over.
+    """
+    target.refuse_config(config, optimizer.param_groups)
+    patched = optimizer.__dict__.get("step")
+    if patched is not None and not _is_scheduler_wrapper(patched, type(optimizer)):
+        raise TypeError(
+            f"cannot convert: optimizer.step is patched on the instance with {patched!r}, which "
+            "would go on running the original's step; convert first and patch afterwards, or "
+            "remove the patch (del optimizer.step)"
+        )
+
+
+def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = None) -> OptimizerT:
+    """See :func:`swap_adam.swap_optimizer`.
+
+    States on a device are copied out by blocking copies; their device memory is free on return.
+    """
+    if isinstance(optimizer, TorchSwapMixin):
+        if config is not None and config != optimizer.swap_config:
+            raise ValueError(
+                f"this optimizer is already a {type(optimizer).__name__} with "
+                f"{optimizer.swap_config}, asked for {config}; call unswap_optimizer() first to "
+                "change the configuration"
+            )
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise _unsupported(optimizer)
+    target = matches(optimizer)
+    if target is None:
+        raise _unsupported(optimizer)
+    config = SwapOptimizerConfig() if config is None else config
+    validate(optimizer, target, config)
+    original = type(optimizer)
+    swapped = cast(TorchSwapMixin, optimizer)
+    try:
+        optimizer.__class__ = target  # type: ignore[assignment]
+        swapped.init_swap(config)
+        optimizer._patch_step_function()
+        swapped.adopt_all()
+    except BaseException:
+        _forget(swapped, original)
+        raise
+    _rebind_scheduler_wrapper(swapped)
+    return cast(OptimizerT, swapped)
+
+
+def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """See :func:`swap_adam.unswap_optimizer`. Returns with the copies to the device done.
+
+    Raises:
+        torch.OutOfMemoryError: the states do not fit on the device; nothing has changed.
+        RuntimeError: parameters are half updated by an earlier fault.
+    """
+    if not isinstance(optimizer, TorchSwapMixin):
+        raise TypeError(f"not a swap optimizer: {type(optimizer).__qualname__}; nothing to undo")
+    original = optimizer.original_class()
+    if original is None:
+        raise TypeError(
+            f"{type(optimizer).__qualname__} derives from a swap class, so there is no original "
+            "to turn it into; construct one and load this optimizer's state_dict()"
+        )
+    optimizer.bring_back()
+    _forget(optimizer, original)
+    _rebind_scheduler_wrapper(optimizer)
+    return cast(OptimizerT, optimizer)
+
+
+def _forget(optimizer: TorchSwapMixin, original: type) -> None:
+    for name in [name for name in optimizer.__dict__ if name.startswith("_swap_")]:
+        del optimizer.__dict__[name]
+    optimizer.__dict__.pop("swap_config", None)
+    optimizer.__class__ = original
+    cast(Optimizer, optimizer)._patch_step_function()
+
+
+def _unsupported(optimizer: object) -> TypeError:
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    supported = ", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in _swap_classes())
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        remedy = "it wraps an optimizer: convert that one before it is wrapped"
+    elif any(isinstance(optimizer, cls) for cls in _swap_classes()):
+        remedy = "derive your class from SwapAdam, SwapAdamW or SwapHyperAdamW instead"
+    else:
+        remedy = "other optimizers are not swapped"
+    return TypeError(f"cannot convert a {name}; supported are exactly: {supported}; {remedy}")
+
+
+def _is_scheduler_wrapper(step: Callable[..., object], original: type) -> bool:
+    """Whether a scheduler has wrapped ``step`` on the instance, around the class's own."""
+    return (
+        hasattr(step, "_wrapped_by_lr_sched")
+        and getattr(step, "__wrapped__", None) is getattr(original, "step")
+    )
+
+
+def _rebind_scheduler_wrapper(optimizer: TorchSwapMixin) -> None:
+    """A scheduler's wrapper is bound to the step of the class that the optimizer had then.
+
+    The new one does what the scheduler's does: it notes that ``step`` was called.
+    """
+    if "step" not in optimizer.__dict__:
+        return
+    reference = weakref.ref(optimizer)
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        target = reference()
+        target._opt_called = True  # type: ignore[union-attr]
+        return step.__get__(target, type(target))(*args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__["step"] = wrapper

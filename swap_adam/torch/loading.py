@@ -1,0 +1,117 @@
+"""Loading a state dict: what is swapped goes to its host slot, the rest the original's way."""
+from __future__ import annotations
+
+import warnings
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swap_adam.config import STATE_KEYS
+from swap_adam.slot import Residency
+from swap_adam.torch.state import Incoming, TorchSlot, TorchUnit, local, make_slot, may_load
+
+if TYPE_CHECKING:
+    from swap_adam.torch.optimizer import TorchSwapMixin
+
+StateDict = dict[str, Any]
+
+
+class Loading:
+    """One call of ``load_state_dict``: a hook before and a hook after the original's own.
+
+    ``hold_back`` gets the pinned memory while nothing has changed; ``bring_in`` fills it.
+    """
+
+    def __init__(self, optimizer: TorchSwapMixin) -> None:
+        self._optimizer = optimizer
+        self._incoming: list[tuple[TorchUnit, dict[str, Tensor]]] = []
+        self._new: list[TorchSlot] = []
+
+    def hold_back(self, _: Optimizer, saved: StateDict) -> StateDict:
+        """Take out of ``saved`` what goes to the host, and the group flags that are refused."""
+        groups, saved_groups = self._optimizer.param_groups, saved["param_groups"]
+        if [len(group["params"]) for group in groups] != [
+            len(group["params"]) for group in saved_groups
+        ]:
+            return saved  # the original's own error follows
+        states = dict(saved["state"])
+        keys = chain.from_iterable(group["params"] for group in saved_groups)
+        owners = (
+            (group_index, param)
+            for group_index, group in enumerate(groups) for param in group["params"]
+        )
+        for param_index, (key, (group_index, param)) in enumerate(zip(keys, owners)):
+            entry = states.get(key)
+            if not isinstance(entry, dict):
+                continue
+            values = {
+                name: entry[name] for name in STATE_KEYS
+                if may_load(param, name, entry.get(name), self._optimizer.swap_config)
+            }
+            if values:
+                unit = TorchUnit(
+                    group_index, param_index, param, param, [], local(param).numel(),
+                    owner=param, param_state={}, device=param.device,
+                )
+                unit.slots.extend(self._slot(param, name, value) for name, value in values.items())
+                self._incoming.append((unit, values))
+                states[key] = {
+                    name: Incoming() if name in values else value for name, value in entry.items()
+                }
+        self._optimizer.add_slots(self._new)
+        return {**saved, "state": states, "param_groups": self._keep_own_flags(saved_groups)}
+
+    def bring_in(self, _: Optimizer) -> None:
+        """Copy the values that were held back to their slots and show them."""
+        states = self._optimizer.__dict__["state"]
+        for unit, values in self._incoming:
+            unit.param_state = states[unit.owner]
+            for slot in unit.slots:
+                assert isinstance(slot, TorchSlot) and slot.cpu_tensor is not None
+                value = local(values[slot.name])
+                if value is not slot.cpu_tensor:
+                    slot.cpu_tensor.copy_(value)
+                slot.param_state = unit.param_state
+                slot.publish()
+        self._optimizer.replace_units([unit for unit, _ in self._incoming])
+
+    def undo(self) -> None:
+        """The original refused the dict: give the new slots up."""
+        self._optimizer.remove_slots(
+            [slot for slot in self._new if slot.residency is not Residency.PENDING]
+        )
+
+    def _slot(self, param: Tensor, name: str, value: Tensor) -> TorchSlot:
+        """The parameter's slot if the value fits it and nobody holds what it has, else a new one.
+
+        A slot is reused, so that loading needs no second set of pinned memory.
+        """
+        new = make_slot(param, name, value, {})
+        new.dtype, new.storage_nbytes = param.dtype, new.numel * param.element_size()
+        old = self._optimizer.find_slot(param, name)
+        if (
+            old is not None
+            and (old.shape, old.strides, old.dtype, old.device)
+            == (new.shape, new.strides, new.dtype, new.device)
+            and (local(value) is old.cpu_tensor or not self._optimizer.is_held(old))
+        ):
+            return old
+        self._new.append(new)
+        return new
+
+    def _keep_own_flags(self, saved_groups: list[StateDict]) -> list[StateDict]:
+        """The groups to load, ours winning where theirs has a flag that we refuse."""
+        optimizer = self._optimizer
+        groups = []
+        for own, saved in zip(optimizer.param_groups, saved_groups):
+            refused = optimizer.refused_flags({**own, **saved})
+            groups.append({**saved, **{flag: own[flag] for flag in refused}})
+            if refused:
+                warnings.warn(
+                    f"the checkpoint's groups have {', '.join(f'{f}=True' for f in refused)}, "
+                    f"which {type(optimizer).__name__} does not support; it keeps its own",
+                    stacklevel=5,
+                )
+        return groups
