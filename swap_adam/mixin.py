@@ -23,7 +23,8 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
     """What every swap optimizer composes with the optimizer it inherits from.
 
     A framework's half implements the lifecycle below; :meth:`run_swap_step` calls it in order:
-    ``prepare_step``, ``iter_update_units``, then per batch ``step_batch``, then ``finish_step``.
+    ``prepare_step``, ``iter_update_units``, ``begin_update``, then per batch ``step_batch``, then
+    ``finish_step``.
     All its attributes start with ``_swap_`` and live on the instance, so that converting an
     optimizer by class swap is to set them, and converting it back to delete them.
     """
@@ -47,6 +48,9 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
     def iter_update_units(self) -> Iterable[UpdateUnit[TensorT]]:
         """One unit per parameter to update, in the original's order, slots registered."""
         raise NotImplementedError
+
+    def begin_update(self) -> None:
+        """What the original advances once per step, now that all device memory is there."""
 
     def step_batch(self, units: Sequence[UpdateUnit[TensorT]]) -> None:
         """Update ``units`` with the original's own arithmetic, on the compute stream."""
@@ -130,6 +134,7 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             for device, _ in devices:
                 device.acquire()
                 acquired.append(device)
+            self.begin_update()
             if resident:
                 update(resident)
             while acquired:

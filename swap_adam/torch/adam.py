@@ -16,14 +16,11 @@ from swap_adam.torch.optimizer import ParamGroup, TorchSwapMixin
 from swap_adam.torch.state import (
     ParamState,
     TorchUnit,
-    as_dtensor,
     check_fused_param,
     default_to_foreach,
-    local,
-    piece_of,
     scalar_dtype,
-    shown_as,
 )
+from swap_adam.torch.update_lists import UpdateLists, steps_of
 
 # A for-loop over tensors holds its temporaries one tensor at a time: the negated or decayed
 # gradient (one being made from the other), and the square root being divided.
@@ -116,7 +113,7 @@ class AdamSwapMixin(TorchSwapMixin):
         lists = UpdateLists.of(units, amsgrad)
         adam(
             lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
-            lists.steps,
+            steps_of(units),
             foreach=step.foreach,
             fused=step.fused,
             capturable=False,
@@ -133,78 +130,6 @@ class AdamSwapMixin(TorchSwapMixin):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-
-
-@dataclass(frozen=True)
-class UpdateLists:
-    """The arguments of torch's functional, one entry per unit."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    max_exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-
-    @classmethod
-    def of(cls, units: Sequence[TorchUnit], amsgrad: bool) -> UpdateLists:
-        lists = cls([], [], [], [], [], [])
-        for unit in units:
-            for _ in range(unit.repeats):
-                lists._append(unit, amsgrad)
-        return lists
-
-    def _append(self, unit: TorchUnit, amsgrad: bool) -> None:
-        states, param_state = unit.states, unit.param_state
-        if unit.is_cut:
-            self._append_piece(unit, amsgrad)
-            return
-        self.params.append(unit.param)
-        self.grads.append(unit.grad)
-        if as_dtensor(unit.owner) is None:
-            exp_avg = states.get("exp_avg")
-            exp_avg_sq = states.get("exp_avg_sq")
-            self.exp_avgs.append(param_state["exp_avg"] if exp_avg is None else exp_avg)
-            self.exp_avg_sqs.append(param_state["exp_avg_sq"] if exp_avg_sq is None else exp_avg_sq)
-            if amsgrad:
-                maximum = states.get("max_exp_avg_sq")
-                self.max_exp_avg_sqs.append(
-                    param_state["max_exp_avg_sq"] if maximum is None else maximum
-                )
-        else:
-            self.exp_avgs.append(_dtensor_state(unit, "exp_avg"))
-            self.exp_avg_sqs.append(_dtensor_state(unit, "exp_avg_sq"))
-            if amsgrad:
-                self.max_exp_avg_sqs.append(_dtensor_state(unit, "max_exp_avg_sq"))
-        self.steps.append(param_state["step"])
-
-    def _append_piece(self, unit: TorchUnit, amsgrad: bool) -> None:
-        whole = unit.whole
-        assert isinstance(whole, TorchUnit)
-
-        def state(name: str) -> Tensor:
-            view = unit.states.get(name)
-            return piece_of(local(whole.param_state[name]), unit) if view is None else view
-
-        self.params.append(piece_of(whole.param, unit))
-        self.grads.append(piece_of(whole.grad, unit))
-        self.exp_avgs.append(state("exp_avg"))
-        self.exp_avg_sqs.append(state("exp_avg_sq"))
-        if amsgrad:
-            self.max_exp_avg_sqs.append(state("max_exp_avg_sq"))
-        # All pieces start from the old step; what the last one makes of it is the new one.
-        step = whole.param_state["step"]
-        self.steps.append(step if unit.is_last_piece else step.clone())
-
-
-def _dtensor_state(unit: TorchUnit, name: str) -> Tensor:
-    """A state in the same form, local or distributed, as the parameter in ``unit.param``."""
-    view = unit.states.get(name)
-    is_local = as_dtensor(unit.param) is None
-    if view is None:
-        value: Tensor = unit.param_state[name]
-        return local(value) if is_local else value
-    return view if is_local else shown_as(unit.owner, view)
 
 
 class SwapAdam(AdamSwapMixin, Adam):
