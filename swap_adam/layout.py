@@ -172,3 +172,47 @@ def merge_runs(segments: Sequence[Segment], region: Region) -> tuple[Run, ...]:
         runs.append(Run(segment.slab_index, segment.offset_nbytes, offset, segment.nbytes))
         previous = segment
     return tuple(runs)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Where batches lie in a staging area that they share, one after the other.
+
+    Before batch ``i`` is copied in, batch ``reuses[i]`` (-1: none) and all before it must have
+    been copied out: their bytes are taken.
+    """
+
+    nbytes: int
+    offsets_nbytes: tuple[int, ...]
+    reuses: tuple[int, ...]
+
+
+def plan_ring(batches_nbytes: Sequence[int], in_flight: int) -> Ring:
+    """The staging area for batches of these sizes: the largest ``in_flight`` neighbours fit.
+
+    Each batch goes where the bytes are free the earliest, so that small batches share what a
+    large one leaves, and the copy-in never waits longer than it must.
+    """
+    sizes = [align(nbytes, DEVICE_ALIGNMENT_NBYTES) for nbytes in batches_nbytes]
+    slot = max(sizes, default=0)
+    neighbours = [sum(sizes[i:i + in_flight]) for i in range(len(sizes))]
+    nbytes = max(neighbours, default=0)
+    occupied: list[tuple[int, int, int]] = []  # start, end, batch
+    offsets: list[int] = []
+    reuses: list[int] = []
+    for index, size in enumerate(sizes):
+        starts = {0, *range(slot, nbytes, slot), *(end for _, end, _ in occupied)}
+        best = min(
+            (max((b for s, e, b in occupied if s < start + size and start < e), default=-1), start)
+            for start in starts if start + size <= nbytes
+        )
+        reuses.append(max(best[0], reuses[-1] if reuses else -1))
+        start, end = best[1], best[1] + size
+        offsets.append(start)
+        remaining: list[tuple[int, int, int]] = []
+        for s, e, b in occupied:
+            remaining.extend(
+                (s2, e2, b) for s2, e2 in ((s, min(e, start)), (max(s, end), e)) if s2 < e2
+            )
+        occupied = [*remaining, (start, end, index)]
+    return Ring(nbytes, tuple(offsets), tuple(reuses))

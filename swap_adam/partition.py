@@ -1,11 +1,11 @@
 """Cutting the swapped units of one device into batches of bounded bytes (pure arithmetic).
 
 Let ``S`` be the bytes of all registered slots of the device and ``cap = ceil(S / swap_times)``.
-The batches lie in staging areas that together hold at most ``2 * cap`` bytes. The packed pipeline
-divides them by three: with two areas the copy-in of a batch waits for a copy-in, an update and a
-copy-out of the same area, which is longer than the two copies that hide it; with three the link
-never waits. The first and the last batches are smaller, so that the first update starts early and
-little is left to copy out behind the last one.
+The batches lie in a staging area of at most ``2 * cap`` bytes. The packed pipeline has three in
+it at a time: with two, the copy-in of a batch waits for a copy-in, an update and a copy-out of the
+same bytes, which is longer than the two copies that hide it; with three the link never waits. The
+first and the last batches are smaller, so that the first update starts early and little is left to
+copy out behind the last one.
 """
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Partition:
-    """Batches in update order; ``area_count`` areas are used in turn.
+    """Batches in update order, of at most ``limit_nbytes`` each, two or three in ``2 * cap``.
 
-    ``cap_nbytes`` is the bound of a batch of units that can be cut; a unit that cannot be cut
-    and is larger (``oversized``, unit indices) is a batch of its own.
+    A unit that cannot be cut and is larger (``oversized``, unit indices) is a batch of its own.
     """
 
     batches: tuple[tuple[Piece, ...], ...]
-    area_count: int
     cap_nbytes: int
+    limit_nbytes: int
     oversized: tuple[int, ...]
 
 
@@ -66,23 +65,23 @@ def batch_cap_nbytes(units: Sequence[UnitSize], swap_times: int) -> int:
 
 
 def partition_packed(units: Sequence[UnitSize], swap_times: int) -> Partition:
-    """Batches for the packed pipeline: two or three areas of together at most twice the cap."""
+    """Batches for the packed pipeline, of which two or three at a time are within twice the cap."""
     cap = batch_cap_nbytes(units, swap_times)
     third = 2 * cap // 3
     smallest_limit = max(unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units)
-    area_count, limit = (3, third) if smallest_limit <= third else (2, cap)
+    limit = third if smallest_limit <= third else cap
     floor = max(limit // RAMP_FRACTION, RAMP_FLOOR_NBYTES)
-    return _fill(units, limit, area_count, floor if 2 * floor <= limit else limit)
+    return _fill(units, cap, limit, floor if 2 * floor <= limit else limit)
 
 
 def partition_per_tensor(units: Sequence[UnitSize], swap_times: int) -> Partition:
     """Batches of whole units for the per-tensor pipeline, which holds two at a time."""
     cap = batch_cap_nbytes(units, swap_times)
     whole = [UnitSize(unit.numel, unit.nbytes_per_element, can_cut=False) for unit in units]
-    return _fill(whole, cap, area_count=2, floor=cap)
+    return _fill(whole, cap, limit=cap, floor=cap)
 
 
-def _fill(units: Sequence[UnitSize], limit: int, area_count: int, floor: int) -> Partition:
+def _fill(units: Sequence[UnitSize], cap: int, limit: int, floor: int) -> Partition:
     batches: list[tuple[Piece, ...]] = []
     batch: list[Piece] = []
     room = 0
@@ -121,4 +120,4 @@ def _fill(units: Sequence[UnitSize], limit: int, area_count: int, floor: int) ->
     if batch:
         batches.append(tuple(batch))
     oversized = tuple(i for i, unit in enumerate(units) if not unit.can_cut and unit.nbytes > limit)
-    return Partition(tuple(batches), area_count, limit, oversized)
+    return Partition(tuple(batches), cap, limit, oversized)

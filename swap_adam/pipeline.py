@@ -2,7 +2,7 @@
 
 Batch ``i`` is copied in, updated and copied out on three streams; events order the three, and:
 
-- packed: the copy-in of batch ``i`` waits for the copy-out of the batch that had its area before.
+- packed: the copy-in of batch ``i`` waits for the copy-out of what had its bytes before.
   The host never waits within a step.
 - per tensor: device memory comes and goes with a batch, so before a batch is copied in the host
   waits for the copy-out of the last batch but one: two batches are held at most.
@@ -211,33 +211,31 @@ class Pipeline(Generic[TensorT, EventT]):
 
 
 class PackedPipeline(Pipeline[TensorT, EventT]):
-    """Batches in a few staging areas that are used in turn."""
+    """Batches in one staging area, each where the bytes are free the earliest."""
 
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
-        held = []
+        if plan.staging is None:
+            return
+        self._backend.acquire(plan.staging, plan.staging_nbytes)
         try:
-            for area, nbytes in plan.areas:
-                self._backend.acquire(area, nbytes)
-                held.append(area)
             self._backend.reserve(plan.scratch_nbytes)
         except BaseException:
-            for area in held:
-                self._backend.release(area, None)
+            self._backend.release(plan.staging, None)
             raise
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
-        ahead = len(plan.areas)
-        while copied_in < min(index + ahead, len(plan.batches)):
-            if copied_in >= ahead:
-                previous = plan.batches[copied_in - ahead]
-                self._backend.wait(StreamRole.COPY_IN, previous.copied_out)
-            self._copy_in(plan.batches[copied_in])
+        batches = plan.batches
+        while copied_in < len(batches) and batches[copied_in].reuses < index:
+            batch = batches[copied_in]
+            if batch.reuses >= 0:
+                self._backend.wait(StreamRole.COPY_IN, batches[batch.reuses].copied_out)
+            self._copy_in(batch)
             copied_in += 1
         return copied_in
 
     def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
-        for area, _ in plan.areas:
-            self._backend.release(area, StreamRole.COPY_OUT)
+        if plan.staging is not None:
+            self._backend.release(plan.staging, StreamRole.COPY_OUT)
 
 
 class PerTensorPipeline(Pipeline[TensorT, EventT]):

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
 from swap_adam.host_store import HostStore
-from swap_adam.layout import Region, Run, Segment, lay_out_region, merge_runs
+from swap_adam.layout import Region, Run, Segment, lay_out_region, merge_runs, plan_ring
 from swap_adam.partition import (
     Partition,
     Piece,
@@ -37,16 +37,16 @@ class Transfer(Generic[TensorT]):
 class Batch(Generic[TensorT, EventT]):
     """What is on the device at the same time: units, where they lie, and their transfers.
 
-    ``buffers`` are the device buffers with their bytes: one staging area shared with other
-    batches (packed), or one buffer per state (per tensor).
+    Packed, they lie in the plan's staging area, on bytes that batch ``reuses`` (-1: none) and
+    those before it had. Per tensor, every state has one of ``buffers``, given with its bytes.
     """
 
     units: list[UpdateUnit[TensorT]]
     slots: list[SwapSlot[TensorT]]
     transfers: list[Transfer[TensorT]]
     buffers: list[tuple[TensorT, int]]
-    area_index: int
     nbytes: int
+    reuses: int
     copied_in: EventT
     updated: EventT
     copied_out: EventT
@@ -56,26 +56,20 @@ class Batch(Generic[TensorT, EventT]):
 class StepPlan(Generic[TensorT, EventT]):
     """The batches that have something to update, in order.
 
-    ``areas`` are the staging areas of the packed pipeline (empty per tensor); ``scratch_nbytes``
-    bounds the temporaries of the largest batch's update.
+    ``staging`` is the staging area of the packed pipeline (``None`` per tensor), and
+    ``staging_nbytes`` what the step holds on the device at most, alignment included, temporaries
+    excluded; ``scratch_nbytes`` bounds the temporaries of the largest batch's update.
     """
 
     partition: Partition
     batches: list[Batch[TensorT, EventT]]
-    areas: list[tuple[TensorT, int]]
+    staging: TensorT | None
+    staging_nbytes: int
     scratch_nbytes: int
     registered: list[UpdateUnit[TensorT]] = field(default_factory=list)
     active: list[UpdateUnit[TensorT]] = field(default_factory=list)
     can_cut: list[bool] = field(default_factory=list)
     host_version: int = -1
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Device bytes that the step holds at most, alignment included, temporaries excluded."""
-        if self.areas:
-            return sum(nbytes for _, nbytes in self.areas)
-        sizes = [batch.nbytes for batch in self.batches]
-        return max((a + b for a, b in zip(sizes, [*sizes[1:], 0])), default=0)
 
 
 @dataclass(frozen=True)
@@ -134,13 +128,17 @@ class PlanBuilder(Generic[TensorT, EventT]):
             for batch in partition.batches
         ]
         unit_batches = [units for units in unit_batches if units]
-        if self._options.packed:
-            batches, areas = self._packed(unit_batches, partition.area_count)
+        staging: TensorT | None = None
+        if self._options.packed and unit_batches:
+            in_flight = max(2, 2 * partition.cap_nbytes // partition.limit_nbytes)
+            staging, nbytes, batches = self._packed(unit_batches, in_flight)
         else:
-            batches, areas = [self._per_tensor(units) for units in unit_batches], []
+            batches = [self._per_tensor(units) for units in unit_batches]
+            sizes = [batch.nbytes for batch in batches]
+            nbytes = max((a + b for a, b in zip(sizes, [*sizes[1:], 0])), default=0)
         scratch = max((self._scratch_nbytes(units) for units in unit_batches), default=0)
         return StepPlan(
-            partition, batches, areas, scratch, list(registered), list(active),
+            partition, batches, staging, nbytes, scratch, list(registered), list(active),
             [unit.can_cut for unit in registered], self._store.version,
         )
 
@@ -154,23 +152,21 @@ class PlanBuilder(Generic[TensorT, EventT]):
         )
 
     def _packed(
-        self, unit_batches: Sequence[list[UpdateUnit[TensorT]]], area_count: int
-    ) -> tuple[list[Batch[TensorT, EventT]], list[tuple[TensorT, int]]]:
+        self, unit_batches: Sequence[list[UpdateUnit[TensorT]]], in_flight: int
+    ) -> tuple[TensorT, int, list[Batch[TensorT, EventT]]]:
         segments = [self._segments(units) for units in unit_batches]
         regions = [lay_out_region(batch) for batch in segments]
-        areas = []
-        for index in range(min(area_count, len(unit_batches))):
-            nbytes = max(region.nbytes for region in regions[index::area_count])
-            areas.append((self._backend.make_buffer(nbytes), nbytes))
+        ring = plan_ring([region.nbytes for region in regions], in_flight)
+        staging = self._backend.make_buffer(ring.nbytes)
         batches: list[Batch[TensorT, EventT]] = []
         for index, (units, region) in enumerate(zip(unit_batches, regions)):
-            area, _ = areas[index % area_count]
-            self._bind_views(units, area, region)
-            transfers = [self._transfer(area, run) for run in merge_runs(segments[index], region)]
-            batches.append(self._batch(units, transfers, [], index % area_count, region.nbytes))
-        for area, _ in areas:
-            self._backend.release(area, None)
-        return batches, areas
+            start = ring.offsets_nbytes[index]
+            self._bind_views(units, staging, start, region)
+            runs = merge_runs(segments[index], region)
+            transfers = [self._transfer(staging, start, run) for run in runs]
+            batches.append(self._batch(units, transfers, [], region.nbytes, ring.reuses[index]))
+        self._backend.release(staging, None)
+        return staging, ring.nbytes, batches
 
     def _per_tensor(self, units: list[UpdateUnit[TensorT]]) -> Batch[TensorT, EventT]:
         buffers = []
@@ -181,19 +177,19 @@ class PlanBuilder(Generic[TensorT, EventT]):
                 buffers.append((buffer, slot.storage_nbytes))
                 unit.states[slot.name] = self._backend.device_view(buffer, 0, slot, 0, slot.numel)
                 run = Run(slot.slab_index, slot.host_offset_nbytes, 0, slot.storage_nbytes)
-                transfers.append(self._transfer(buffer, run))
+                transfers.append(self._transfer(buffer, 0, run))
                 self._backend.release(buffer, None)
         nbytes = sum(nbytes for _, nbytes in buffers)
-        return self._batch(units, transfers, buffers, 0, nbytes)
+        return self._batch(units, transfers, buffers, nbytes, reuses=-1)
 
     def _batch(
         self, units: list[UpdateUnit[TensorT]], transfers: list[Transfer[TensorT]],
-        buffers: list[tuple[TensorT, int]], area_index: int, nbytes: int,
+        buffers: list[tuple[TensorT, int]], nbytes: int, reuses: int,
     ) -> Batch[TensorT, EventT]:
         make_event = self._backend.make_event
         return Batch(
             units, [slot for unit in units for slot in unit.slots], transfers, buffers,
-            area_index, nbytes, make_event(), make_event(), make_event(),
+            nbytes, reuses, make_event(), make_event(), make_event(),
         )
 
     @staticmethod
@@ -209,18 +205,18 @@ class PlanBuilder(Generic[TensorT, EventT]):
         ]
 
     def _bind_views(
-        self, units: Sequence[UpdateUnit[TensorT]], area: TensorT, region: Region
+        self, units: Sequence[UpdateUnit[TensorT]], staging: TensorT, start: int, region: Region
     ) -> None:
         offsets = iter(region.device_offsets_nbytes)
         for unit in units:
             for slot in unit.slots:
                 unit.states[slot.name] = self._backend.device_view(
-                    area, next(offsets), slot, unit.start_numel, unit.numel
+                    staging, start + next(offsets), slot, unit.start_numel, unit.numel
                 )
 
-    def _transfer(self, buffer: TensorT, run: Run) -> Transfer[TensorT]:
+    def _transfer(self, buffer: TensorT, start: int, run: Run) -> Transfer[TensorT]:
         slab = self._store.slab(run.slab_index)
         return Transfer(
-            self._backend.byte_view(buffer, run.device_offset_nbytes, run.nbytes),
+            self._backend.byte_view(buffer, start + run.device_offset_nbytes, run.nbytes),
             self._backend.byte_view(slab, run.host_offset_nbytes, run.nbytes),
         )
