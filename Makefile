@@ -82,7 +82,7 @@ pytest_folders = $(foreach folder,$(2),$(if $(wildcard $(folder)),,$(info No $(f
 	$(wildcard $(2)),$(1) $(wildcard $(2)))
 
 test-torch: .venv/test.stamp
-	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch)
+	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch tests/drop_in)
 
 test-simulator: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/simulator)
@@ -101,7 +101,7 @@ test-docs: .venv/test.stamp
 
 test-oldest: .venv-oldest/torch.stamp
 	$(call pytest_folders,.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS),tests/simulator)
-	$(call pytest_folders,.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS),tests/core tests/with_torch)
+	$(call pytest_folders,.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS),tests/core tests/with_torch tests/drop_in)
 
 lint: .venv/test.stamp
 	.venv/bin/python -m flake8 swap_adam tests

@@ -145,6 +145,15 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         self.run_swap_step()
         return loss
 
+    def _init_group(self, group: ParamGroup, *_: object) -> bool:
+        """The original's ``step`` was bound before the conversion (accelerate keeps it): do ours.
+
+        Only that one calls this, group by group, to collect what it then updates: nothing.
+        """
+        if group is self.param_groups[0]:
+            self.run_swap_step()
+        return False
+
     def prepare_step(self) -> None:
         for group in self.param_groups:
             self.refuse_group(group)
