@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
-from swap_adam.host_store import HostStore
+from swap_adam.host_store import HostStore, plan_power_of_two_slabs
+from swap_adam.layout import SlabPlan
 from swap_adam.pipeline import PackedPipeline, PerTensorPipeline, Pipeline, Updater
 from swap_adam.plan import PlanBuilder, PlanOptions, StepPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit, mark
@@ -27,9 +28,10 @@ class DeviceSwap(Generic[TensorT, EventT]):
         options: PlanOptions,
         publish: Callable[[SwapSlot[TensorT]], None],
         scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
+        plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
     ) -> None:
         self.backend = backend
-        self.store = HostStore(backend, publish)
+        self.store = HostStore(backend, publish, plan_host)
         self.units: list[UpdateUnit[TensorT]] = []
         self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes)
         self._plan: StepPlan[TensorT, EventT] | None = None

@@ -16,21 +16,29 @@ REPACK_WASTE = 0.05
 REPACK_MIN_NBYTES = 1 << 20
 
 
+def plan_power_of_two_slabs(slots: Sequence[SwapSlot[TensorT]]) -> SlabPlan:
+    """Slabs that waste nothing where pinned blocks are rounded up to powers of two."""
+    return plan_slabs([slot.storage_nbytes for slot in slots])
+
+
 class HostStore(Generic[TensorT, EventT]):
     """Gives slots their pinned bytes and moves them where that saves memory.
 
     ``version`` changes whenever a slot's place changes; ``publish(slot)`` is called after
     ``slot.cpu_tensor`` has been bound to new bytes, so that the optimizer can show them. Copies
-    here run on the host: the caller has waited for the copies in flight.
+    here run on the host: the caller has waited for the copies in flight. ``plan_host`` says which
+    slots share a slab.
     """
 
     def __init__(
         self,
         backend: Backend[TensorT, EventT],
         publish: Callable[[SwapSlot[TensorT]], None],
+        plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
     ) -> None:
         self._backend = backend
         self._publish = publish
+        self._plan_host = plan_host
         self._slabs: dict[int, TensorT] = {}
         self._slab_nbytes: dict[int, int] = {}
         self._next_index = 0
@@ -39,7 +47,7 @@ class HostStore(Generic[TensorT, EventT]):
 
     @property
     def pinned_nbytes(self) -> int:
-        """Bytes of the slabs, each a power of two."""
+        """Bytes of the slabs."""
         return sum(self._slab_nbytes.values())
 
     @property
@@ -72,7 +80,7 @@ class HostStore(Generic[TensorT, EventT]):
         waste = self.pinned_nbytes - self.swapped_nbytes
         if waste <= max(REPACK_MIN_NBYTES, REPACK_WASTE * self.swapped_nbytes):
             return
-        plan = plan_slabs([slot.storage_nbytes for slot in self.slots])
+        plan = self._plan_host(self.slots)
         if sum(plan.slab_nbytes) >= self.pinned_nbytes:
             return  # the tensors' own sizes cannot be packed any tighter
         for position, nbytes in enumerate(plan.slab_nbytes):
@@ -81,7 +89,7 @@ class HostStore(Generic[TensorT, EventT]):
             self._drop_empty_slabs()
 
     def _settle(self, slots: Sequence[SwapSlot[TensorT]]) -> None:
-        plan = plan_slabs([slot.storage_nbytes for slot in slots])
+        plan = self._plan_host(slots)
         slabs = [self._backend.allocate_slab(nbytes) for nbytes in plan.slab_nbytes]
         indices = {
             position: self._own(slab, nbytes)

@@ -7,7 +7,7 @@ neighbours in the staging area to travel in one transfer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -34,7 +34,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """``slab_nbytes`` are powers of two; ``placements`` are in the order of the sizes given."""
+    """``placements`` are in the order of the sizes given."""
 
     slab_nbytes: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -65,6 +65,26 @@ def plan_slabs(sizes_nbytes: Sequence[int], max_slab_nbytes: int = MAX_SLAB_NBYT
         slabs.append(nbytes)
         first = stop
     return SlabPlan(tuple(slabs), tuple(placements))
+
+
+def plan_group_slabs(sizes_nbytes: Sequence[int], groups: Sequence[Hashable]) -> SlabPlan:
+    """Place slots back to back in one slab per group, each as large as what lies in it.
+
+    For a framework that copies whole tensors only, and whose pinned blocks are not rounded up:
+    what travels together is a slab of its own.
+    """
+    slab_nbytes: list[int] = []
+    index_of: dict[Hashable, int] = {}
+    placements: list[Placement] = []
+    for nbytes, group in zip(sizes_nbytes, groups):
+        if group not in index_of:
+            index_of[group] = len(slab_nbytes)
+            slab_nbytes.append(0)
+        index = index_of[group]
+        offset = align(slab_nbytes[index], HOST_ALIGNMENT_NBYTES)
+        placements.append(Placement(index, offset))
+        slab_nbytes[index] = offset + nbytes
+    return SlabPlan(tuple(slab_nbytes), tuple(placements))
 
 
 def _power_of_two(nbytes: int) -> int:
