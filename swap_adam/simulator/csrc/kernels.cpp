@@ -14,10 +14,6 @@
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/library.h>
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 8
-#include <ATen/core/CachingHostAllocator.h>
-#endif
-
 #include "lowering.h"
 #include "tensors.h"
 
@@ -232,7 +228,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   check_alive(target, kCopy);
   const auto source = self.sizes() == target.sizes() ? self : self.expand(target.sizes());
   if (on_device(source) && on_device(target) && source.device() == target.device()) {
-    if (source.is_set_to(target) && source.scalar_type() == target.scalar_type()) return target;
+    if (is_set_to(source, target) && source.scalar_type() == target.scalar_type() &&
+        source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg())
+      return target;
     within_device(source, target);
     return target;
   }
@@ -358,6 +356,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &compatible_for_shallow_copy);
+}
+
+// A copy sees to these bits itself; resolving them first would be another copy, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 7

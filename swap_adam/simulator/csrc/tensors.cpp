@@ -89,7 +89,7 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& alias) {
 
 std::string text_of(const at::Tensor& tensor) {
   std::ostringstream text;
-  text << c10::toString(tensor.scalar_type()) << " " << tensor.sizes();
+  text << c10::getDtypeNames(tensor.scalar_type()).first << " " << tensor.sizes();
   return text.str();
 }
 
