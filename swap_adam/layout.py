@@ -13,8 +13,12 @@ from itertools import accumulate
 
 HOST_ALIGNMENT_NBYTES = 16
 DEVICE_ALIGNMENT_NBYTES = 512
-# One pinned allocation of hundreds of GB fails on some hosts, and a repack needs a spare slab.
-MAX_SLAB_NBYTES = 1 << 29
+# A slab is at most so many times the largest slot: what does not fill its end is little then.
+SLAB_PER_SLOT = 32
+# A repack needs a spare slab, so small slots get no larger ones, though these would do.
+MIN_SLAB_LIMIT_NBYTES = 1 << 29
+# One pinned allocation of hundreds of GB fails on some hosts.
+MAX_SLAB_NBYTES = 1 << 34
 # Of the bytes to place, what rounding and unfilled slab ends may waste if there is a choice.
 WASTE_BUDGET = 0.025
 
@@ -40,14 +44,22 @@ class SlabPlan:
     placements: tuple[Placement, ...]
 
 
-def plan_slabs(sizes_nbytes: Sequence[int], max_slab_nbytes: int = MAX_SLAB_NBYTES) -> SlabPlan:
+def slab_limit_nbytes(sizes_nbytes: Sequence[int]) -> int:
+    """The largest slab for slots of these sizes."""
+    wanted = _power_of_two(SLAB_PER_SLOT * max(sizes_nbytes, default=1))
+    return min(max(wanted, MIN_SLAB_LIMIT_NBYTES), MAX_SLAB_NBYTES)
+
+
+def plan_slabs(sizes_nbytes: Sequence[int], max_slab_nbytes: int | None = None) -> SlabPlan:
     """Place slots, in order and back to back, in slabs of power-of-two size.
 
     A slot never straddles two slabs, since its host tensor is one piece of memory. Each slab is
     the largest one that the next slots fill so well that the waste stays within ``WASTE_BUDGET``
-    of all bytes, else the best filled one. A slot larger than ``max_slab_nbytes`` gets a slab
-    that holds it.
+    of all bytes, else the best filled one. A slot larger than ``max_slab_nbytes`` (``None``:
+    :func:`slab_limit_nbytes`) gets a slab that holds it.
     """
+    if max_slab_nbytes is None:
+        max_slab_nbytes = slab_limit_nbytes(sizes_nbytes)
     aligned = [align(size, HOST_ALIGNMENT_NBYTES) for size in sizes_nbytes]
     ends = list(accumulate(aligned))
     total = ends[-1] if ends else 0
