@@ -51,21 +51,24 @@ def slab_limit_nbytes(sizes_nbytes: Sequence[int]) -> int:
 
 
 def plan_slabs(sizes_nbytes: Sequence[int], max_slab_nbytes: int | None = None) -> SlabPlan:
-    """Place slots, in order and back to back, in slabs of power-of-two size.
+    """Place slots, back to back, in slabs of power-of-two size.
 
-    A slot never straddles two slabs, since its host tensor is one piece of memory. Each slab is
-    the largest one that the next slots fill so well that the waste stays within ``WASTE_BUDGET``
-    of all bytes, else the best filled one. A slot larger than ``max_slab_nbytes`` (``None``:
-    :func:`slab_limit_nbytes`) gets a slab that holds it.
+    They keep their order, except that those of more than ``WASTE_BUDGET`` of all bytes come first:
+    the others then fill what such a large one leaves of its slab. A slot never straddles two
+    slabs, since its host tensor is one piece of memory. Each slab is the largest one that the next
+    slots fill so well that the waste stays within ``WASTE_BUDGET`` of all bytes, else the best
+    filled one. A slot larger than ``max_slab_nbytes`` (``None``: :func:`slab_limit_nbytes`) gets
+    a slab that holds it.
     """
     if max_slab_nbytes is None:
         max_slab_nbytes = slab_limit_nbytes(sizes_nbytes)
-    aligned = [align(size, HOST_ALIGNMENT_NBYTES) for size in sizes_nbytes]
-    ends = list(accumulate(aligned))
-    total = ends[-1] if ends else 0
+    total = sum(align(size, HOST_ALIGNMENT_NBYTES) for size in sizes_nbytes)
     budget = total * WASTE_BUDGET
+    order = sorted(range(len(sizes_nbytes)), key=lambda index: sizes_nbytes[index] <= budget)
+    aligned = [align(sizes_nbytes[index], HOST_ALIGNMENT_NBYTES) for index in order]
+    ends = list(accumulate(aligned))
     slabs: list[int] = []
-    placements: list[Placement] = []
+    placements = [Placement(-1, -1)] * len(order)
     first = 0
     while first < len(aligned):
         start = ends[first] - aligned[first]
@@ -73,7 +76,8 @@ def plan_slabs(sizes_nbytes: Sequence[int], max_slab_nbytes: int | None = None) 
         stop = first + count
         budget -= nbytes - (ends[stop - 1] - start)
         for index in range(first, stop):
-            placements.append(Placement(len(slabs), ends[index] - aligned[index] - start))
+            offset = ends[index] - aligned[index] - start
+            placements[order[index]] = Placement(len(slabs), offset)
         slabs.append(nbytes)
         first = stop
     return SlabPlan(tuple(slabs), tuple(placements))
