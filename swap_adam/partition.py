@@ -3,9 +3,7 @@
 Let ``S`` be the bytes of all registered slots of the device and ``cap = ceil(S / swap_times)``.
 The batches lie in a staging area of at most ``2 * cap`` bytes. The packed pipeline has three in
 it at a time: with two, the copy-in of a batch waits for a copy-in, an update and a copy-out of the
-same bytes, which is longer than the two copies that hide it; with three the link never waits. The
-first and the last batches are smaller, so that the first update starts early and little is left to
-copy out behind the last one.
+same bytes, which is longer than the two copies that hide it; with three the link never waits.
 """
 from __future__ import annotations
 
@@ -14,9 +12,6 @@ from dataclasses import dataclass
 
 # Cuts at multiples of this many elements keep every vector tail where the whole tensor has it.
 CUT_QUANTUM_NUMEL = 128
-# A transfer's latency is worth about this many bytes of a fast link: no ramp goes below.
-RAMP_FLOOR_NBYTES = 512 * 1024
-RAMP_FRACTION = 8
 
 
 @dataclass(frozen=True)
@@ -69,55 +64,45 @@ def partition_packed(units: Sequence[UnitSize], swap_times: int) -> Partition:
     cap = batch_cap_nbytes(units, swap_times)
     third = 2 * cap // 3
     smallest_limit = max(unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units)
-    limit = third if smallest_limit <= third else cap
-    floor = max(limit // RAMP_FRACTION, RAMP_FLOOR_NBYTES)
-    return _fill(units, cap, limit, floor if 2 * floor <= limit else limit)
+    return _fill(units, cap, limit=third if smallest_limit <= third else cap)
 
 
 def partition_per_tensor(units: Sequence[UnitSize], swap_times: int) -> Partition:
     """Batches of whole units for the per-tensor pipeline, which holds two at a time."""
     cap = batch_cap_nbytes(units, swap_times)
     whole = [UnitSize(unit.numel, unit.nbytes_per_element, can_cut=False) for unit in units]
-    return _fill(whole, cap, limit=cap, floor=cap)
+    return _fill(whole, cap, limit=cap)
 
 
-def _fill(units: Sequence[UnitSize], cap: int, limit: int, floor: int) -> Partition:
-    batches: list[tuple[Piece, ...]] = []
-    batch: list[Piece] = []
-    room = 0
-    remaining = sum(unit.nbytes for unit in units)
+def _fill(units: Sequence[UnitSize], cap: int, limit: int) -> Partition:
+    batches: list[list[Piece]] = [[]]
+    room = limit
 
-    def open_batch() -> int:
-        """Close the current batch; the new one's bytes grow at first and halve at the end."""
-        if batch:
-            batches.append(tuple(batch))
-            batch.clear()
-        ramp_up = floor << min(len(batches), 62)
-        return min(limit, ramp_up, max(floor, remaining // 2))
+    def add(piece: Piece) -> None:
+        nonlocal room
+        batches[-1].append(piece)
+        room -= piece.numel * units[piece.unit_index].nbytes_per_element
 
-    room = open_batch()
+    def open_batch() -> None:
+        nonlocal room
+        if batches[-1]:
+            batches.append([])
+        room = limit
+
     for index, unit in enumerate(units):
         if unit.nbytes <= limit or not unit.can_cut:
-            if unit.nbytes > room and batch:
-                room = open_batch()
-            batch.append(Piece(index, 0, unit.numel))
-            room -= unit.nbytes
-            remaining -= unit.nbytes
+            if unit.nbytes > room:
+                open_batch()
+            add(Piece(index, 0, unit.numel))
             continue
         start = 0
         while start < unit.numel:
-            quanta = room // unit.nbytes_per_element // CUT_QUANTUM_NUMEL
+            quanta = room // (unit.nbytes_per_element * CUT_QUANTUM_NUMEL)
             if quanta < 1:
-                if batch:
-                    room = open_batch()
-                    continue
-                quanta = 1  # an empty batch always takes one quantum, which is within the limit
+                open_batch()
+                continue
             numel = min(unit.numel - start, quanta * CUT_QUANTUM_NUMEL)
-            batch.append(Piece(index, start, numel))
+            add(Piece(index, start, numel))
             start += numel
-            room -= numel * unit.nbytes_per_element
-            remaining -= numel * unit.nbytes_per_element
-    if batch:
-        batches.append(tuple(batch))
     oversized = tuple(i for i, unit in enumerate(units) if not unit.can_cut and unit.nbytes > limit)
-    return Partition(tuple(batches), cap, limit, oversized)
+    return Partition(tuple(map(tuple, batches)), cap, limit, oversized)

@@ -50,7 +50,7 @@ class Updater(Generic[TensorT]):
         try:
             self._update(units)
             for unit in units:
-                if not unit.is_last_piece:
+                if unit.pieces_left:
                     progress.begun.add(unit.param_index)
                 else:
                     progress.begun.discard(unit.param_index)

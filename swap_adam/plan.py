@@ -5,6 +5,7 @@ batch, which splits the batch's transfer and moves nothing.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -119,9 +120,10 @@ class PlanBuilder(Generic[TensorT, EventT]):
     ) -> StepPlan[TensorT, EventT]:
         partition = partition_units(registered, self._options)
         is_active = set(map(id, active))
+        pieces_left = Counter(piece.unit_index for batch in partition.batches for piece in batch)
         unit_batches = [
             [
-                self._unit_of(registered[piece.unit_index], piece)
+                self._unit_of(registered[piece.unit_index], piece, pieces_left)
                 for piece in batch
                 if id(registered[piece.unit_index]) in is_active
             ]
@@ -143,12 +145,15 @@ class PlanBuilder(Generic[TensorT, EventT]):
         )
 
     @staticmethod
-    def _unit_of(unit: UpdateUnit[TensorT], piece: Piece) -> UpdateUnit[TensorT]:
+    def _unit_of(
+        unit: UpdateUnit[TensorT], piece: Piece, pieces_left: Counter[int]
+    ) -> UpdateUnit[TensorT]:
         if piece.numel == unit.numel:
             return unit
+        pieces_left[piece.unit_index] -= 1
         return replace(
-            unit, numel=piece.numel, start_numel=piece.start_numel, is_cut=True,
-            is_last_piece=piece.start_numel + piece.numel == unit.numel, states={}, whole=unit,
+            unit, numel=piece.numel, start_numel=piece.start_numel, states={}, whole=unit,
+            pieces_left=pieces_left[piece.unit_index],
         )
 
     def _packed(

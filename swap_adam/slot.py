@@ -72,8 +72,7 @@ class UpdateUnit(Generic[TensorT]):
     numel: int
     start_numel: int = 0
     can_cut: bool = False
-    is_cut: bool = False
-    is_last_piece: bool = True
+    pieces_left: int = 0
     repeats: int = 1
     states: dict[str, TensorT] = field(default_factory=dict)
     whole: UpdateUnit[TensorT] | None = None

@@ -1,7 +1,6 @@
 """Loading a state dict: what is swapped goes to its host slot, the rest the original's way."""
 from __future__ import annotations
 
-import warnings
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ class Loading:
         self._optimizer = optimizer
         self._incoming: list[tuple[TorchUnit, dict[str, Tensor]]] = []
         self._new: list[TorchSlot] = []
+        self.refused_flags: set[str] = set()  # of the dict; the optimizer keeps its own
 
     def hold_back(self, _: Optimizer, saved: StateDict) -> StateDict:
         """Take out of ``saved`` what goes to the host, and the group flags that are refused."""
@@ -108,10 +108,5 @@ class Loading:
         for own, saved in zip(optimizer.param_groups, saved_groups):
             refused = optimizer.refused_flags({**own, **saved})
             groups.append({**saved, **{flag: own[flag] for flag in refused}})
-            if refused:
-                warnings.warn(
-                    f"the checkpoint's groups have {', '.join(f'{f}=True' for f in refused)}, "
-                    f"which {type(optimizer).__name__} does not support; it keeps its own",
-                    stacklevel=5,
-                )
+            self.refused_flags.update(refused)
         return groups

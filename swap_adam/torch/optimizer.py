@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -202,7 +203,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             if unit.slots:
                 unit.can_cut = can_cut(unit)
         if self._swap_check_held:
-            self._detach_held_steps(units)
+            self._detach_held(units)
         return units
 
     def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
@@ -393,12 +394,24 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         """Whether somebody holds what the optimizer shows for ``slot``."""
         return self._swap_devices[slot.device].backend.is_held_elsewhere(slot)
 
-    def _detach_held_steps(self, units: Sequence[TorchUnit]) -> None:
-        """A held ``step`` becomes a snapshot, like the moments: see DeviceSwap.settle."""
+    def _detach_held(self, units: Sequence[TorchUnit]) -> None:
+        """Held counters and small states become snapshots, like the moments: DeviceSwap.settle.
+
+        Large states that the configuration keeps on the device stay live, as the original's:
+        a snapshot of them might not fit.
+        """
         for unit in units:
-            step = unit.param_state.get("step")
-            if isinstance(step, Tensor) and sys.getrefcount(step) > 3:
-                unit.param_state["step"] = step.clone()
+            if unit.device.type == "cpu":
+                continue
+            swapped = {slot.name for slot in unit.slots}
+            for name in [name for name in unit.param_state if name not in swapped]:
+                value = unit.param_state[name]
+                if (
+                    isinstance(value, Tensor)
+                    and value.numel() <= self.swap_config.min_numel
+                    and sys.getrefcount(value) > 3  # the entry, the name above, the argument
+                ):
+                    unit.param_state[name] = value.clone()
 
     def is_state_held(self) -> bool:
         # The optimizer's attribute, the name below and the argument of getrefcount.
@@ -471,6 +484,13 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         finally:
             pre.remove()
             post.remove()
+        if loading.refused_flags:
+            flags = ", ".join(f"{flag}=True" for flag in sorted(loading.refused_flags))
+            warnings.warn(
+                f"the checkpoint's groups have {flags}, which {type(self).__name__} does not "
+                "support; it keeps its own",
+                stacklevel=2,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "swap_config": self.swap_config}

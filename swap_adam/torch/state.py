@@ -50,6 +50,7 @@ class TorchUnit(UpdateUnit[Tensor]):
     owner: Tensor = field(kw_only=True)
     param_state: ParamState = field(kw_only=True)
     device: torch.device = field(kw_only=True)
+    step_copies: list[Tensor] = field(kw_only=True, default_factory=list)
 
     def is_current(self, param_state: ParamState) -> bool:
         """Whether the user has replaced neither the state, nor a part of it, nor the data."""

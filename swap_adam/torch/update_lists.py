@@ -29,7 +29,7 @@ class UpdateLists:
 
     def _append(self, unit: TorchUnit, amsgrad: bool) -> None:
         states, param_state = unit.states, unit.param_state
-        if unit.is_cut:
+        if unit.whole is not None:
             self._append_piece(unit, amsgrad)
             return
         self.params.append(unit.param)
@@ -84,10 +84,12 @@ def steps_of(units: Sequence[TorchUnit]) -> list[Tensor]:
     """
     steps: list[Tensor] = []
     for unit in units:
-        if unit.is_last_piece:
-            whole = unit if unit.whole is None else unit.whole
-            assert isinstance(whole, TorchUnit)
-            steps.extend([whole.param_state["step"]] * unit.repeats)
-        else:
-            steps.append(unit.param_state["step"].clone())
+        step = unit.param_state["step"]
+        if unit.whole is None:
+            steps.extend([step] * unit.repeats)
+            continue
+        assert isinstance(unit.whole, TorchUnit)
+        if unit.start_numel == 0:  # one kernel copies it for all pieces
+            unit.whole.step_copies = list(step.repeat(unit.pieces_left).unbind())
+        steps.append(unit.whole.step_copies.pop() if unit.pieces_left else step)
     return steps
