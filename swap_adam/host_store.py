@@ -76,7 +76,10 @@ class HostStore(Generic[TensorT, EventT]):
         self._drop_empty_slabs()
 
     def repack_if_wasteful(self) -> None:
-        """Close the gaps if they are more than 5 % and 1 MiB, holding one spare slab at a time."""
+        """Close the gaps if they are more than 5 % and 1 MiB, holding one spare slab at a time.
+
+        Where there is no memory for the spare slab the gaps stay, which is no error.
+        """
         waste = self.pinned_nbytes - self.swapped_nbytes
         if waste <= max(REPACK_MIN_NBYTES, REPACK_WASTE * self.swapped_nbytes):
             return
@@ -84,7 +87,10 @@ class HostStore(Generic[TensorT, EventT]):
         if sum(plan.slab_nbytes) >= self.pinned_nbytes:
             return  # the tensors' own sizes cannot be packed any tighter
         for position, nbytes in enumerate(plan.slab_nbytes):
-            slab = self._backend.allocate_slab(nbytes)
+            try:
+                slab = self._backend.allocate_slab(nbytes)
+            except MemoryError:
+                return
             self._bind(self.slots, plan, {position: self._own(slab, nbytes)})
             self._drop_empty_slabs()
 
