@@ -1,0 +1,115 @@
+"""Class swap of existing MindSpore optimizers, in both directions."""
+from __future__ import annotations
+
+import sys
+from typing import TypeVar, cast
+
+from mindspore import nn
+
+from swap_adam.config import SwapOptimizerConfig
+from swap_adam.mindspore.adam import SwapMSAdam
+from swap_adam.mindspore.adam_weight_decay import SwapAdamWeightDecay
+from swap_adam.mindspore.optimizer import MindSporeSwapMixin
+
+OptimizerT = TypeVar("OptimizerT")
+
+MF_ADAMW_MODULE = "mindformers.pynative.optimizer.adamw"
+
+
+def is_optimizer(optimizer: object) -> bool:
+    """Whether ``optimizer`` is an optimizer of MindSpore, supported or not."""
+    return isinstance(optimizer, nn.Optimizer)
+
+
+def matches(optimizer: object) -> type[MindSporeSwapMixin] | None:
+    """The swap class for exactly this class of optimizer, ``None`` if there is none."""
+    return _swap_classes().get(type(optimizer))
+
+
+def _swap_classes() -> dict[type, type[MindSporeSwapMixin]]:
+    classes: list[type[MindSporeSwapMixin]] = [SwapMSAdam, SwapAdamWeightDecay]
+    # An instance of MindFormers' class exists only if its module is loaded.
+    if MF_ADAMW_MODULE in sys.modules:
+        from swap_adam.mindspore.mf_adamw import SwapMFAdamW
+
+        classes.append(SwapMFAdamW)
+    return {cls.original: cls for cls in classes}
+
+
+def validate(
+    optimizer: nn.Optimizer, target: type[MindSporeSwapMixin], config: SwapOptimizerConfig
+) -> None:
+    """Refuse what ``target`` cannot honour, with ``optimizer`` left as it is.
+
+    Raises:
+        ValueError: an option of the optimizer, or the configuration.
+    """
+    original = type(optimizer)
+    object.__setattr__(optimizer, "__class__", target)
+    try:
+        cast(MindSporeSwapMixin, optimizer).refuse(config)
+    finally:
+        object.__setattr__(optimizer, "__class__", original)
+
+
+def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = None) -> OptimizerT:
+    """See :func:`swap_adam.swap_optimizer`. Returns with the states on the host."""
+    if isinstance(optimizer, MindSporeSwapMixin):
+        if config is not None and config != optimizer.swap_config:
+            raise ValueError(
+                f"this optimizer is already a {type(optimizer).__name__} with "
+                f"{optimizer.swap_config}, asked for {config}; call unswap_optimizer() first to "
+                "change the configuration"
+            )
+        return optimizer
+    target = matches(optimizer)
+    if target is None:
+        raise _unsupported(optimizer)
+    config = SwapOptimizerConfig() if config is None else config
+    validate(optimizer, target, config)
+    original = type(optimizer)
+    swapped = cast(MindSporeSwapMixin, optimizer)
+    object.__setattr__(swapped, "__class__", target)
+    try:
+        swapped.attach(config)
+    except BaseException:
+        _forget(swapped, original)
+        raise
+    return cast(OptimizerT, swapped)
+
+
+def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """See :func:`swap_adam.unswap_optimizer`. Returns with the copies to the device done.
+
+    Raises:
+        RuntimeError: parameters are half updated by an earlier fault, or the states do not fit on
+            the device; nothing has changed.
+    """
+    if not isinstance(optimizer, MindSporeSwapMixin):
+        raise TypeError(f"not a swap optimizer: {type(optimizer).__qualname__}; nothing to undo")
+    if type(optimizer) not in _swap_classes().values():
+        raise TypeError(
+            f"{type(optimizer).__qualname__} derives from a swap class, so there is no original "
+            "to turn it into; construct one and load this optimizer's checkpoint"
+        )
+    optimizer.bring_back()
+    _forget(optimizer, type(optimizer).original)
+    return cast(OptimizerT, optimizer)
+
+
+def _forget(optimizer: MindSporeSwapMixin, original: type) -> None:
+    for name in [name for name in optimizer.__dict__ if name.startswith("_swap_")]:
+        del optimizer.__dict__[name]
+    optimizer.__dict__.pop("swap_config", None)
+    object.__setattr__(optimizer, "__class__", original)
+
+
+def _unsupported(optimizer: object) -> TypeError:
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    originals = _swap_classes()
+    supported = ", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in originals)
+    if any(isinstance(optimizer, cls) for cls in originals):
+        remedy = "derive your class from SwapMSAdam, SwapAdamWeightDecay or SwapMFAdamW instead"
+    else:
+        remedy = "other optimizers are not swapped"
+    return TypeError(f"cannot convert a {name}; supported are exactly: {supported}; {remedy}")
