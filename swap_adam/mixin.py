@@ -29,6 +29,9 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
     optimizer by class swap is to set them, and converting it back to delete them.
     """
 
+    # How users replace the states of parameters that a fault has left half updated.
+    recovery = "load_state_dict()"
+
     swap_config: SwapOptimizerConfig
     _swap_devices: dict[Hashable, DeviceSwap[TensorT, EventT]]
     _swap_torn: set[int]
@@ -113,8 +116,8 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             names = ", ".join(self.describe_param(index) for index in sorted(self._swap_torn))
             raise RuntimeError(
                 f"{what} is refused: a fault during an earlier update left these parameters half "
-                f"updated: {names}. Restore the model and call load_state_dict() with a "
-                "checkpoint before going on."
+                f"updated: {names}. Restore the model and call {self.recovery} with a checkpoint "
+                "before going on."
             )
 
     def _stream(
@@ -150,7 +153,7 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         if progress.torn:
             names = ", ".join(self.describe_param(index) for index in sorted(progress.torn))
             torn = (
-                f" Half updated, so unusable until load_state_dict() has replaced their states: "
+                f" Half updated, so unusable until {self.recovery} has replaced their states: "
                 f"{names}."
             )
         note = (
