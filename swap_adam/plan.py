@@ -153,6 +153,7 @@ class PlanBuilder(Generic[TensorT, EventT]):
         pieces_left[piece.unit_index] -= 1
         return replace(
             unit, numel=piece.numel, start_numel=piece.start_numel, states={}, whole=unit,
+            grad=unit.param,  # each step's gradient is the whole's: a piece must keep none alive
             pieces_left=pieces_left[piece.unit_index],
         )
 

@@ -146,6 +146,14 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         self.run_swap_step()
         return loss
 
+    def run_swap_step(self) -> None:
+        try:
+            super().run_swap_step()
+        finally:
+            # Gradients belong to the user, who may free them now: no unit keeps one alive.
+            for unit in self._swap_units.values():
+                unit.grad = unit.param
+
     def _init_group(self, group: ParamGroup, *_: object) -> bool:
         """The original's ``step`` was bound before the conversion (accelerate keeps it): do ours.
 
