@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,9 +17,7 @@ def device() -> Iterator[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     simulator.enable()
-    gc.collect()
     simulator.reset()
     yield "simulated"
-    gc.collect()
     simulator.reset()
     torch.set_num_threads(threads)

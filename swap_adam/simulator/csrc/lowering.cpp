@@ -34,7 +34,7 @@ const std::unordered_set<std::string_view> kSynchronizing{
     "aten::_assert_async", "aten::bincount"};
 
 // Indices may live on the CPU, as on CUDA; the list of scalars must.
-const std::unordered_set<std::string_view> kTakesCpuIndices{
+const std::unordered_set<std::string_view> kIndexing{
     "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"};
 
 OperatorFacts work_out(const c10::OperatorHandle& op) {
@@ -70,8 +70,8 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
     operand.out = argument.is_out() && operand.write;
     operand.write_only = operand.out || (overwriting && operand.write);
     operand.gradient = fused_optimizer && argument.name() == "grads";
-    operand.anywhere = argument.name() == "scalars" ||
-        (kTakesCpuIndices.count(base) != 0 && argument.name() == "indices");
+    operand.indices = kIndexing.count(base) != 0 && argument.name() == "indices";
+    operand.anywhere = operand.indices || argument.name() == "scalars";
     if (argument.name() == "grad_scale") facts.grad_scale = index;
     facts.operands.push_back(operand);
     ++index;
@@ -156,7 +156,7 @@ class Lowering {
     }
     if (nbytes_ == 0 && !factory_) return;  // nothing but empty tensors: no kernel
     operation.issue(Kind::kernel, nbytes_);
-    if (facts_.synchronizes) operation.host_waits();
+    if (facts_.synchronizes || masked_) operation.host_waits();
   }
 
  private:
@@ -206,6 +206,9 @@ class Lowering {
       write = write && !stack_[first_ + static_cast<size_t>(facts_.grad_scale)].isNone();
     each_tensor(stack_[first_ + at], [&](const at::Tensor& tensor) {
       check_device(tensor, operand);
+      // A mask becomes indices first, as many as the data says.
+      if (operand.indices)
+        masked_ = masked_ || tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
       if (!on_device(tensor)) return;
       operation.use(tensor, write);
       const auto nbytes = traffic(tensor);
@@ -324,7 +327,7 @@ class Lowering {
   torch::jit::Stack& stack_;
   size_t count_, first_ = 0;
   int device_ = -1;
-  bool factory_ = false;
+  bool factory_ = false, masked_ = false;
   size_t nbytes_ = 0;
   std::vector<c10::IValue> kept_;
   std::vector<std::pair<const c10::StorageImpl*, const at::Tensor*>> aliases_;

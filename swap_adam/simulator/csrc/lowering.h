@@ -17,6 +17,7 @@ struct OperatorFacts {
     bool write_only = false;  // ... and are not read
     bool out = false;         // an out= argument, which may be resized
     bool gradient = false;    // of a fused optimizer: written only together with grad_scale
+    bool indices = false;     // of an indexing operator
     bool anywhere = false;    // may be a CPU tensor
   };
   const char* name = nullptr;  // aten::add_.Tensor

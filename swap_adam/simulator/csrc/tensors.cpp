@@ -48,8 +48,9 @@ c10::DataPtr take_over(c10::StorageImpl& storage, int device) {
 
 at::Tensor cpu_alias(const at::Tensor& tensor) {
   if (const auto* const block = block_of(tensor)) return with_storage(block->alias, kCpu, tensor);
-  static const c10::Storage empty = storage_of(
-      c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), 0, nullptr);
+  static const c10::Storage empty(
+      c10::Storage::use_byte_size_t(), 0,
+      c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), nullptr, false);
   return with_storage(empty, kCpu, tensor);
 }
 
