@@ -9,7 +9,7 @@ from swap_adam.host_store import HostStore, plan_power_of_two_slabs
 from swap_adam.layout import SlabPlan
 from swap_adam.pipeline import PackedPipeline, PerTensorPipeline, Pipeline, Updater
 from swap_adam.plan import PlanBuilder, PlanOptions, StepPlan
-from swap_adam.slot import Residency, SwapSlot, UpdateUnit, mark
+from swap_adam.slot import Residency, SwapSlot, UpdateUnit
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -28,12 +28,13 @@ class DeviceSwap(Generic[TensorT, EventT]):
         options: PlanOptions,
         publish: Callable[[SwapSlot[TensorT]], None],
         scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
+        can_cut: Callable[[UpdateUnit[TensorT]], bool],
         plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
     ) -> None:
         self.backend = backend
         self.store = HostStore(backend, publish, plan_host)
         self.units: list[UpdateUnit[TensorT]] = []
-        self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes)
+        self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes, can_cut)
         self._plan: StepPlan[TensorT, EventT] | None = None
         pipeline = PackedPipeline if options.packed else PerTensorPipeline
         self._pipeline: Pipeline[TensorT, EventT] = pipeline(backend)
@@ -72,7 +73,8 @@ class DeviceSwap(Generic[TensorT, EventT]):
         """Give pending slots zeroed pinned bytes, all or none."""
         if slots:
             self.store.add(slots)
-            mark(slots, Residency.HOST, None)
+            for slot in slots:
+                slot.transit.move(Residency.HOST)
 
     def settle(self, active: Sequence[UpdateUnit[TensorT]], check_held: bool) -> bool:
         """Make the plan for a step over ``active`` units fit, before anything is updated.
@@ -86,7 +88,9 @@ class DeviceSwap(Generic[TensorT, EventT]):
             held = [slot for unit in active for slot in unit.slots if self._is_held(slot)]
             if held:
                 self.store.replace(held)
-        if not self._plan_fits(active):
+        if self._plan is None or not self._builder.fits(self._plan, active):
+            # The views of a new plan are made on memory that the last step may still have.
+            self._pipeline.wait_released()
             self._plan = self._builder.build(self.units, active)
         return bool(held)
 
@@ -111,12 +115,3 @@ class DeviceSwap(Generic[TensorT, EventT]):
 
     def _is_held(self, slot: SwapSlot[TensorT]) -> bool:
         return slot.cpu_tensor is not None and self.backend.is_held_elsewhere(slot)
-
-    def _plan_fits(self, active: Sequence[UpdateUnit[TensorT]]) -> bool:
-        plan = self._plan
-        return (
-            plan is not None
-            and plan.host_version == self.store.version
-            and plan.active == active
-            and plan.can_cut == [unit.can_cut for unit in self.units]
-        )

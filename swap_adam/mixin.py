@@ -1,7 +1,8 @@
 """The step of a swap optimizer, whatever the framework: collect, plan, stream, finish."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from swap_adam.config import SwapOptimizerConfig
@@ -12,6 +13,8 @@ from swap_adam.slot import UpdateUnit
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
+ArgumentT = TypeVar("ArgumentT")
+ResultT = TypeVar("ResultT")
 
 
 class _PlainBase:
@@ -65,6 +68,10 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
     def scratch_nbytes(self, units: Sequence[UpdateUnit[TensorT]]) -> int:
         """An upper bound of the temporaries that ``step_batch(units)`` has at a time, in bytes."""
         raise NotImplementedError
+
+    def can_cut(self, unit: UpdateUnit[TensorT]) -> bool:
+        """Whether pieces of ``unit``, in storage order, can be updated one by one."""
+        return False
 
     def is_state_held(self) -> bool:
         """Whether somebody holds what states are kept in, and so reads them without asking."""
@@ -161,6 +168,19 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             f"error.{torn} Calling step() again is not a retry: it would update those twice."
         )
         add_note(error, note)
+
+
+def weakly(method: Callable[[ArgumentT], ResultT]) -> Callable[[ArgumentT], ResultT]:
+    """A bound method for what its object owns: without a cycle of references, which would keep
+    all device and pinned memory until the garbage collector runs."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: ArgumentT) -> ResultT:
+        bound = reference()
+        assert bound is not None
+        return bound(argument)
+
+    return call
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend, StreamRole
 from swap_adam.plan import Batch, StepPlan
-from swap_adam.slot import Residency, UpdateUnit, mark
+from swap_adam.slot import Residency, UpdateUnit
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -93,10 +93,14 @@ class Pipeline(Generic[TensorT, EventT]):
         Where the host is a whole step ahead, the last step's memory is still in use. The host
         then waits for it, which costs the device nothing; else there would be twice as much.
         """
+        self.wait_released()
+        self._acquire(plan)
+
+    def wait_released(self) -> None:
+        """Block the host until the last step's device memory is free, which it mostly is."""
         if not self._backend.is_complete(self._landed):
             self._backend.synchronize(self._landed)
         self._rest()
-        self._acquire(plan)
 
     def wait_landed(self) -> None:
         """Block the host until the last step's copies are in host memory."""
@@ -134,7 +138,7 @@ class Pipeline(Generic[TensorT, EventT]):
 
     def _rest(self) -> None:
         for batch in self._in_flight:
-            mark(batch.slots, Residency.HOST, None)
+            batch.transit.move(Residency.HOST)
         self._in_flight = []
 
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
@@ -155,7 +159,7 @@ class Pipeline(Generic[TensorT, EventT]):
         raise NotImplementedError
 
     def _copy_in(self, batch: Batch[TensorT, EventT]) -> None:
-        mark(batch.slots, Residency.H2D, batch.copied_in)
+        batch.transit.move(Residency.H2D, batch.copied_in)
         for transfer in batch.transfers:
             self._backend.copy(StreamRole.COPY_IN, transfer.device, transfer.host)
         self._backend.record(batch.copied_in, StreamRole.COPY_IN)
@@ -167,13 +171,13 @@ class Pipeline(Generic[TensorT, EventT]):
         update: Updater[TensorT],
     ) -> None:
         self._backend.wait(StreamRole.COMPUTE, batch.copied_in)
-        mark(batch.slots, Residency.DEVICE, None)
+        batch.transit.move(Residency.DEVICE)
         update(units)
         self._backend.record(batch.updated, StreamRole.COMPUTE)
 
     def _copy_out(self, batch: Batch[TensorT, EventT]) -> None:
         self._backend.wait(StreamRole.COPY_OUT, batch.updated)
-        mark(batch.slots, Residency.D2H, batch.copied_out)
+        batch.transit.move(Residency.D2H, batch.copied_out)
         for transfer in batch.transfers:
             self._backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
         self._backend.record(batch.copied_out, StreamRole.COPY_OUT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
@@ -20,7 +20,7 @@ from swap_adam.partition import (
     partition_packed,
     partition_per_tensor,
 )
-from swap_adam.slot import SwapSlot, UpdateUnit
+from swap_adam.slot import Residency, SwapSlot, Transit, UpdateUnit
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -48,6 +48,7 @@ class Batch(Generic[TensorT, EventT]):
     buffers: list[tuple[TensorT, int]]
     nbytes: int
     reuses: int
+    transit: Transit
     copied_in: EventT
     updated: EventT
     copied_out: EventT
@@ -59,7 +60,8 @@ class StepPlan(Generic[TensorT, EventT]):
 
     ``staging`` is the staging area of the packed pipeline (``None`` per tensor), and
     ``staging_nbytes`` what the step holds on the device at most, alignment included, temporaries
-    excluded; ``scratch_nbytes`` bounds the temporaries of the largest batch's update.
+    excluded; ``scratch_nbytes`` bounds the temporaries of the largest batch's update. ``large``
+    are the active units that are no batch of their own unless they are cut, and whether they are.
     """
 
     partition: Partition
@@ -67,10 +69,9 @@ class StepPlan(Generic[TensorT, EventT]):
     staging: TensorT | None
     staging_nbytes: int
     scratch_nbytes: int
-    registered: list[UpdateUnit[TensorT]] = field(default_factory=list)
-    active: list[UpdateUnit[TensorT]] = field(default_factory=list)
-    can_cut: list[bool] = field(default_factory=list)
-    host_version: int = -1
+    active: list[UpdateUnit[TensorT]]
+    large: list[tuple[UpdateUnit[TensorT], bool]]
+    host_version: int
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ class PlanBuilder(Generic[TensorT, EventT]):
         store: HostStore[TensorT, EventT],
         options: PlanOptions,
         scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
+        can_cut: Callable[[UpdateUnit[TensorT]], bool],
     ) -> None:
         self._backend = backend
+        self._can_cut = can_cut
         self._store = store
         self._options = options
         self._scratch_nbytes = scratch_nbytes
@@ -118,6 +121,8 @@ class PlanBuilder(Generic[TensorT, EventT]):
         registered: Sequence[UpdateUnit[TensorT]],
         active: Sequence[UpdateUnit[TensorT]],
     ) -> StepPlan[TensorT, EventT]:
+        for unit in active:
+            unit.can_cut = self._can_cut(unit)
         partition = partition_units(registered, self._options)
         is_active = set(map(id, active))
         pieces_left = Counter(piece.unit_index for batch in partition.batches for piece in batch)
@@ -139,9 +144,22 @@ class PlanBuilder(Generic[TensorT, EventT]):
             sizes = [batch.nbytes for batch in batches]
             nbytes = max((a + b for a, b in zip(sizes, [*sizes[1:], 0])), default=0)
         scratch = max((self._scratch_nbytes(units) for units in unit_batches), default=0)
+        large = [
+            (unit, unit.can_cut) for unit in active
+            if sum(slot.storage_nbytes for slot in unit.slots) > partition.limit_nbytes
+        ]
         return StepPlan(
-            partition, batches, staging, nbytes, scratch, list(registered), list(active),
-            [unit.can_cut for unit in registered], self._store.version,
+            partition, batches, staging, nbytes, scratch, list(active), large, self._store.version
+        )
+
+    def fits(
+        self, plan: StepPlan[TensorT, EventT], active: Sequence[UpdateUnit[TensorT]]
+    ) -> bool:
+        """Whether ``plan`` is what :meth:`build` would make again."""
+        return (
+            plan.host_version == self._store.version
+            and plan.active == active
+            and all(self._can_cut(unit) == could for unit, could in plan.large)
         )
 
     @staticmethod
@@ -193,9 +211,13 @@ class PlanBuilder(Generic[TensorT, EventT]):
         buffers: list[tuple[TensorT, int]], nbytes: int, reuses: int,
     ) -> Batch[TensorT, EventT]:
         make_event = self._backend.make_event
+        slots = [slot for unit in units for slot in unit.slots]
+        transit = Transit(Residency.HOST)
+        for slot in slots:
+            slot.transit = transit
         return Batch(
-            units, [slot for unit in units for slot in unit.slots], transfers, buffers,
-            nbytes, reuses, make_event(), make_event(), make_event(),
+            units, slots, transfers, buffers, nbytes, reuses, transit,
+            make_event(), make_event(), make_event(),
         )
 
     @staticmethod

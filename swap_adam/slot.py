@@ -1,7 +1,7 @@
 """One state that is swapped, and one parameter's update; only here does a residency change."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
@@ -17,6 +17,22 @@ class Residency(Enum):
     H2D = "h2d"  # its copy-in is issued
     DEVICE = "device"  # in a staging area, being updated
     D2H = "d2h"  # its copy-out is issued; read the host bytes only after `event`
+
+
+@dataclass(eq=False)
+class Transit:
+    """Where the slots of a batch are on their way; they share one, so that a step is cheap.
+
+    ``event`` is what a reader of the bytes waits for.
+    """
+
+    residency: Residency = Residency.PENDING
+    event: object | None = None
+
+    def move(self, residency: Residency, event: object | None = None) -> None:
+        """Move all slots of the batch to ``residency``."""
+        self.residency = residency
+        self.event = event
 
 
 @dataclass(eq=False)
@@ -38,10 +54,17 @@ class SwapSlot(Generic[TensorT]):
     storage_nbytes: int
     cpu_tensor: TensorT | None = None
     logical_tensor: TensorT | None = None
-    residency: Residency = Residency.PENDING
-    event: object | None = None
+    transit: Transit = field(default_factory=Transit)
     slab_index: int = -1
     host_offset_numel: int = 0
+
+    @property
+    def residency(self) -> Residency:
+        return self.transit.residency
+
+    @property
+    def event(self) -> object | None:
+        return self.transit.event
 
     @property
     def itemsize(self) -> int:
@@ -76,10 +99,3 @@ class UpdateUnit(Generic[TensorT]):
     repeats: int = 1
     states: dict[str, TensorT] = field(default_factory=dict)
     whole: UpdateUnit[TensorT] | None = None
-
-
-def mark(slots: Iterable[SwapSlot[TensorT]], residency: Residency, event: object | None) -> None:
-    """Move ``slots`` to ``residency``; ``event`` is what a reader of the bytes waits for."""
-    for slot in slots:
-        slot.residency = residency
-        slot.event = event

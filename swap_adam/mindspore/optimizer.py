@@ -265,7 +265,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         swapped = [unit for unit in self._swap_units if unit.slots]
         device = DeviceSwap(
             backend, self.plan_options(self.default_packed), lambda slot: None,
-            self.scratch_nbytes, self._plan_host,
+            self.scratch_nbytes, self.can_cut, self._plan_host,
         )
         self._swap_devices[target] = device
         device.register(swapped)

@@ -47,6 +47,10 @@ class AdamSwapMixin(TorchSwapMixin):
 
     _refused: tuple[str, ...] = ("foreach", "capturable", "differentiable")
     sparse_error = "Adam does not support sparse gradients, please consider SparseAdam instead"
+    _names = (
+        frozenset({"step", "exp_avg", "exp_avg_sq"}),
+        frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    )
     _swap_group_steps: dict[int, GroupStep]
 
     def init_swap(self, config: SwapOptimizerConfig) -> None:
@@ -88,9 +92,6 @@ class AdamSwapMixin(TorchSwapMixin):
             check_fused_param(param)
             return {"step": torch.zeros((), dtype=scalar_dtype(True), device=param.device)}
         return {"step": torch.tensor(0.0, dtype=scalar_dtype(False), device="cpu")}
-
-    def state_names(self, group: ParamGroup) -> set[str]:
-        return super().state_names(group) | {"step"}
 
     def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
         most = 0

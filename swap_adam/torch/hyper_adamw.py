@@ -164,6 +164,10 @@ class SwapHyperAdamW(TorchSwapMixin, _Base):
     """
 
     sparse_error = SPARSE_ERROR
+    _names = (
+        frozenset({"exp_avg", "exp_avg_sq"}),
+        frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    )
 
     def __init__(
         self,

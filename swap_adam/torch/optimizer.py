@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.device import DeviceSwap
-from swap_adam.mixin import SwapPipelineMixin
+from swap_adam.mixin import SwapPipelineMixin, weakly
 from swap_adam.slot import SwapSlot, UpdateUnit
 from swap_adam.torch.backend import TorchBackend
 from swap_adam.torch.loading import Loading
@@ -70,10 +70,12 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         """The flags of a group that cannot be honoured."""
         raise NotImplementedError
 
-    def state_names(self, group: ParamGroup) -> set[str]:
+    # What is in the state of every parameter, without amsgrad and with it.
+    _names: tuple[frozenset[str], frozenset[str]]
+
+    def state_names(self, group: ParamGroup) -> frozenset[str]:
         """The states that every parameter of ``group`` has, swapped or not."""
-        names = {"exp_avg", "exp_avg_sq"}
-        return names | {"max_exp_avg_sq"} if group["amsgrad"] else names
+        return self._names[bool(group["amsgrad"])]
 
     def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
         """Read what the step needs of a group, ``params`` being those with a gradient."""
@@ -197,8 +199,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                         owner=param, param_state=param_state, device=param.device,
                     )
                     stale.append(unit)
-                elif not required <= param_state.keys():
-                    raise KeyError(*required - param_state.keys())
+                else:
+                    unit.require(required)
                 unit.group_index, unit.param_index, unit.repeats = group_index, param_index, 1
                 unit.point_at(grad)
                 if seen is not None:
@@ -207,20 +209,20 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             self.read_group(group_index, group, with_grad)
         if stale:
             self._adopt(stale)
-        for unit in units:
-            if unit.slots:
-                unit.can_cut = can_cut(unit)
         if self._swap_check_held:
             self._detach_held(units)
         return units
 
     def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
         by_group: dict[int, list[TorchUnit]] = {}
-        for unit in units:
-            assert isinstance(unit, TorchUnit)
+        for unit in cast(Sequence[TorchUnit], units):
             by_group.setdefault(unit.group_index, []).append(unit)
         for group_index, members in by_group.items():
             self.update_group(group_index, members)
+
+    def can_cut(self, unit: UpdateUnit[Tensor]) -> bool:
+        assert isinstance(unit, TorchUnit)
+        return can_cut(unit)
 
     def describe_param(self, param_index: int) -> str:
         for group in self.param_groups:
@@ -360,7 +362,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if device not in self._swap_devices:
             self._swap_devices[device] = DeviceSwap(
                 TorchBackend(device), self.plan_options(default_packed=True), _publish,
-                self.scratch_nbytes,
+                weakly(self.scratch_nbytes), weakly(self.can_cut),
             )
         return self._swap_devices[device]
 

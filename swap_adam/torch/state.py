@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import (
     _default_to_fused_or_foreach,
     _device_dtype_check_for_fused,
@@ -51,6 +52,8 @@ class TorchUnit(UpdateUnit[Tensor]):
     param_state: ParamState = field(kw_only=True)
     device: torch.device = field(kw_only=True)
     step_copies: list[Tensor] = field(kw_only=True, default_factory=list)
+    _required: frozenset[str] = field(init=False, default=frozenset())
+    _seen: int = field(init=False, default=-1)
 
     def is_current(self, param_state: ParamState) -> bool:
         """Whether the user has replaced neither the state, nor a part of it, nor the data."""
@@ -62,6 +65,14 @@ class TorchUnit(UpdateUnit[Tensor]):
             if param_state.get(slot.name) is not slot.logical_tensor:
                 return False
         return not self.slots or self.slots[0].shape == local(self.owner).shape
+
+    def require(self, names: frozenset[str]) -> None:
+        """Raise KeyError, as the original does before its update, where a state is missing."""
+        seen = len(self.param_state)
+        if names is not self._required or seen != self._seen:
+            for name in sorted(names):
+                self.param_state[name]
+            self._required, self._seen = names, seen
 
     def point_at(self, grad: Tensor) -> None:
         """Take the gradient of this step."""
@@ -83,6 +94,8 @@ class TorchUnit(UpdateUnit[Tensor]):
 
 def as_dtensor(tensor: Tensor) -> DTensor | None:
     """``tensor`` if it is a DTensor. Costs no import where nobody has made one."""
+    if type(tensor) in (Parameter, Tensor):
+        return None  # nearly all, and every step asks
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(tensor, module.DTensor):
         return cast("DTensor", tensor)

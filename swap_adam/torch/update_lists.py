@@ -28,52 +28,28 @@ class UpdateLists:
         return lists
 
     def _append(self, unit: TorchUnit, amsgrad: bool) -> None:
-        states, param_state = unit.states, unit.param_state
-        if unit.whole is not None:
-            self._append_piece(unit, amsgrad)
-            return
-        self.params.append(unit.param)
-        self.grads.append(unit.grad)
-        if as_dtensor(unit.owner) is None:
-            exp_avg = states.get("exp_avg")
-            exp_avg_sq = states.get("exp_avg_sq")
-            self.exp_avgs.append(param_state["exp_avg"] if exp_avg is None else exp_avg)
-            self.exp_avg_sqs.append(param_state["exp_avg_sq"] if exp_avg_sq is None else exp_avg_sq)
-            if amsgrad:
-                maximum = states.get("max_exp_avg_sq")
-                self.max_exp_avg_sqs.append(
-                    param_state["max_exp_avg_sq"] if maximum is None else maximum
-                )
+        if unit.whole is None:
+            self.params.append(unit.param)
+            self.grads.append(unit.grad)
         else:
-            self.exp_avgs.append(_dtensor_state(unit, "exp_avg"))
-            self.exp_avg_sqs.append(_dtensor_state(unit, "exp_avg_sq"))
-            if amsgrad:
-                self.max_exp_avg_sqs.append(_dtensor_state(unit, "max_exp_avg_sq"))
-
-    def _append_piece(self, unit: TorchUnit, amsgrad: bool) -> None:
-        whole = unit.whole
-        assert isinstance(whole, TorchUnit)
-
-        def state(name: str) -> Tensor:
-            view = unit.states.get(name)
-            return piece_of(local(whole.param_state[name]), unit) if view is None else view
-
-        self.params.append(piece_of(whole.param, unit))
-        self.grads.append(piece_of(whole.grad, unit))
-        self.exp_avgs.append(state("exp_avg"))
-        self.exp_avg_sqs.append(state("exp_avg_sq"))
+            self.params.append(piece_of(unit.whole.param, unit))
+            self.grads.append(piece_of(unit.whole.grad, unit))
+        self.exp_avgs.append(_state(unit, "exp_avg"))
+        self.exp_avg_sqs.append(_state(unit, "exp_avg_sq"))
         if amsgrad:
-            self.max_exp_avg_sqs.append(state("max_exp_avg_sq"))
+            self.max_exp_avg_sqs.append(_state(unit, "max_exp_avg_sq"))
 
 
-def _dtensor_state(unit: TorchUnit, name: str) -> Tensor:
-    """A state in the same form, local or distributed, as the parameter in ``unit.param``."""
-    view = unit.states.get(name)
-    is_local = as_dtensor(unit.param) is None
-    if view is None:
+def _state(unit: TorchUnit, name: str) -> Tensor:
+    """A state on the device: staged or resident, in the form that the parameter is passed in."""
+    staged = unit.states.get(name)
+    if as_dtensor(unit.owner) is not None and as_dtensor(unit.param) is not None:
         value: Tensor = unit.param_state[name]
-        return local(value) if is_local else value
-    return view if is_local else shown_as(unit.owner, view)
+        return value if staged is None else shown_as(unit.owner, staged)
+    if staged is not None:
+        return staged
+    value = local(unit.param_state[name])
+    return value if unit.whole is None else piece_of(value, unit)
 
 
 def steps_of(units: Sequence[TorchUnit]) -> list[Tensor]:
