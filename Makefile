@@ -123,5 +123,5 @@ docs: .venv/docs.stamp
 	.venv/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest build dist site *.egg-info \
+	rm -rf .venv .venv-oldest build dist site demo-output *.egg-info \
 		.hypothesis .import_linter_cache .mypy_cache .pytest_cache
