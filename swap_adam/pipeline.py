@@ -85,7 +85,9 @@ class Pipeline(Generic[TensorT, EventT]):
         self._backend = backend
         self._started = backend.make_event()
         self._landed = backend.make_event()
-        self._in_flight: list[Batch[TensorT, EventT]] = []
+        self._in_flight: Sequence[Batch[TensorT, EventT]] = ()
+        # Whose memory may be held, from `acquire` until all of it has been given back.
+        self._open: StepPlan[TensorT, EventT] | None = None
 
     def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Get the device memory that the step needs, or raise with none of it held.
@@ -94,29 +96,34 @@ class Pipeline(Generic[TensorT, EventT]):
         then waits for it, which costs the device nothing; else there would be twice as much.
         """
         self.wait_released()
-        self._acquire(plan)
+        self._open = plan
+        try:
+            self._acquire(plan)
+        except BaseException:
+            self._close_after_fault()
+            raise
 
     def wait_released(self) -> None:
         """Block the host until the last step's device memory is free, which it mostly is."""
+        if self._open is not None:
+            self._close(self._open, after_fault=True)
         if not self._backend.is_complete(self._landed):
             self._backend.synchronize(self._landed)
         self._rest()
 
     def wait_landed(self) -> None:
         """Block the host until the last step's copies are in host memory."""
-        if self._in_flight:
-            self._backend.synchronize(self._landed)
-            self._rest()
+        if self._in_flight or self._open is not None:
+            self.wait_released()
 
     def run(self, plan: StepPlan[TensorT, EventT], update: Updater[TensorT]) -> None:
         """Update every batch of ``plan``, whose memory has been acquired."""
-        backend = self._backend
-        # The staging memory may still be in use by what is on the compute stream.
-        backend.record(self._started, StreamRole.COMPUTE)
-        backend.wait(StreamRole.COPY_IN, self._started)
-        copied_in = 0
-        index = 0
+        copied_in = index = 0
+        self._in_flight = plan.batches
         try:
+            # The staging memory may still be in use by what is on the compute stream.
+            self._backend.record(self._started, StreamRole.COMPUTE)
+            self._backend.wait(StreamRole.COPY_IN, self._started)
             for index, batch in enumerate(plan.batches):
                 copied_in = self._fill(plan, index, copied_in)
                 self._update(batch, batch.units, update)
@@ -124,22 +131,39 @@ class Pipeline(Generic[TensorT, EventT]):
                 self._settle(plan, index)
         except BaseException:
             self._roll_forward(plan, index, copied_in, update)
-            # Copy-ins that nobody waited for: their memory may go only after them, too.
-            backend.record(self._started, StreamRole.COPY_IN)
-            backend.wait(StreamRole.COPY_OUT, self._started)
+            self._close_after_fault()
             raise
-        finally:
-            backend.record(self._landed, StreamRole.COPY_OUT)
-            self._release(plan)
+        self._close(plan, after_fault=False)
 
     def abandon(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Give the memory of :meth:`acquire` back without having run."""
+        self._close(plan, after_fault=False)
+
+    def _close(self, plan: StepPlan[TensorT, EventT], after_fault: bool) -> None:
+        """Give the step's memory back, to others once all that was issued has passed it.
+
+        What fails here is done again by whoever needs it next: the next step, or a reader.
+        """
+        if after_fault:
+            # There may be copy-ins that nobody has waited for.
+            self._backend.record(self._started, StreamRole.COPY_IN)
+            self._backend.wait(StreamRole.COPY_OUT, self._started)
+        self._backend.record(self._landed, StreamRole.COPY_OUT)
         self._release(plan)
+        self._open = None
+
+    def _close_after_fault(self) -> None:
+        """Never raises: the first fault is the one to report."""
+        try:
+            if self._open is not None:
+                self._close(self._open, after_fault=True)
+        except BaseException:
+            pass  # it stays open
 
     def _rest(self) -> None:
         for batch in self._in_flight:
             batch.transit.move(Residency.HOST)
-        self._in_flight = []
+        self._in_flight = ()
 
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         raise NotImplementedError
@@ -181,7 +205,6 @@ class Pipeline(Generic[TensorT, EventT]):
         for transfer in batch.transfers:
             self._backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
         self._backend.record(batch.copied_out, StreamRole.COPY_OUT)
-        self._in_flight.append(batch)
 
     def _roll_forward(
         self,
@@ -191,9 +214,9 @@ class Pipeline(Generic[TensorT, EventT]):
         update: Updater[TensorT],
     ) -> None:
         """See [Note: faults]. Never raises: the first fault is the one to report."""
-        units = plan.batches[index].units
-        if update.progress.torn:
+        if update.progress.torn or not plan.batches:
             return
+        units = plan.batches[index].units
         try:
             if update.has_updated(units):
                 # It may be partly copied out: doing it again is harmless.
@@ -221,11 +244,7 @@ class PackedPipeline(Pipeline[TensorT, EventT]):
         if plan.staging is None:
             return
         self._backend.acquire(plan.staging, plan.staging_nbytes)
-        try:
-            self._backend.reserve(plan.scratch_nbytes)
-        except BaseException:
-            self._backend.release(plan.staging, None)
-            raise
+        self._backend.reserve(plan.scratch_nbytes)
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         batches = plan.batches
@@ -257,8 +276,8 @@ class PerTensorPipeline(Pipeline[TensorT, EventT]):
             return copied_in
         batch = plan.batches[index]
         for buffer, nbytes in batch.buffers:
-            self._backend.acquire(buffer, nbytes)
             self._held[id(buffer)] = buffer
+            self._backend.acquire(buffer, nbytes)
         # The new memory may still be in use by what is on the compute stream.
         self._backend.record(self._started, StreamRole.COMPUTE)
         self._backend.wait(StreamRole.COPY_IN, self._started)
@@ -270,9 +289,10 @@ class PerTensorPipeline(Pipeline[TensorT, EventT]):
             self._backend.synchronize(plan.batches[index - 1].copied_out)
             for buffer, _ in plan.batches[index - 1].buffers:
                 self._backend.release(buffer, None)
-                del self._held[id(buffer)]
+                self._held.pop(id(buffer), None)  # a roll-forward may come here again
 
     def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
-        for buffer in self._held.values():
+        while self._held:
+            key, buffer = next(iter(self._held.items()))
             self._backend.release(buffer, StreamRole.COPY_OUT)
-        self._held.clear()
+            del self._held[key]

@@ -12,7 +12,16 @@ from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
 from swap_adam.host_store import HostStore
-from swap_adam.layout import Region, Run, Segment, lay_out_region, merge_runs, plan_ring
+from swap_adam.layout import (
+    DEVICE_ALIGNMENT_NBYTES,
+    Region,
+    Run,
+    Segment,
+    align,
+    lay_out_region,
+    merge_runs,
+    plan_ring,
+)
 from swap_adam.partition import (
     Partition,
     Piece,
@@ -136,13 +145,18 @@ class PlanBuilder(Generic[TensorT, EventT]):
         ]
         unit_batches = [units for units in unit_batches if units]
         staging: TensorT | None = None
-        if self._options.packed and unit_batches:
-            in_flight = max(2, 2 * partition.cap_nbytes // partition.limit_nbytes)
-            staging, nbytes, batches = self._packed(unit_batches, in_flight)
-        else:
-            batches = [self._per_tensor(units) for units in unit_batches]
-            sizes = [batch.nbytes for batch in batches]
-            nbytes = max((a + b for a, b in zip(sizes, [*sizes[1:], 0])), default=0)
+        try:
+            if self._options.packed and unit_batches:
+                in_flight = max(2, 2 * partition.cap_nbytes // partition.limit_nbytes)
+                staging, nbytes, batches = self._packed(unit_batches, in_flight)
+            else:
+                batches = [self._per_tensor(units) for units in unit_batches]
+                sizes = [batch.nbytes for batch in batches]
+                nbytes = max((a + b for a, b in zip(sizes, [*sizes[1:], 0])), default=0)
+        except BaseException:
+            for unit in active:
+                unit.states.clear()  # views that would keep the buffers, with their bytes
+            raise
         scratch = max((self._scratch_nbytes(units) for units in unit_batches), default=0)
         large = [
             (unit, unit.can_cut) for unit in active
@@ -203,7 +217,7 @@ class PlanBuilder(Generic[TensorT, EventT]):
                 run = Run(slot.slab_index, slot.host_offset_nbytes, 0, slot.storage_nbytes)
                 transfers.append(self._transfer(buffer, 0, run))
                 self._backend.release(buffer, None)
-        nbytes = sum(nbytes for _, nbytes in buffers)
+        nbytes = sum(align(nbytes, DEVICE_ALIGNMENT_NBYTES) for _, nbytes in buffers)
         return self._batch(units, transfers, buffers, nbytes, reuses=-1)
 
     def _batch(
