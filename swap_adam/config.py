@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 STATE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
@@ -13,6 +14,8 @@ class SwapOptimizerConfig:
 
     Args:
         swap_times: a batch is at most this fraction of the swapped bytes of a device; > 0.
+            ``"auto"`` chooses it per device, from the swapped bytes and ``staging_nbytes``: see
+            :func:`swap_adam.partition.choose_swap_times`.
         state_keys: which states to swap, any of ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``,
             ``master_param``; ``None`` swaps every eligible one.
         min_numel: states with fewer elements stay on the device; >= 0.
@@ -21,29 +24,71 @@ class SwapOptimizerConfig:
             ``False`` moves every state by itself, ``None`` takes the class's default.
         allow_closure: let ``step(closure)`` run the closure once, first, with gradients enabled.
         split_tensors: packed pipeline only: cut a tensor larger than a batch across batches.
+        staging_nbytes: with ``swap_times="auto"``, the device bytes that a step may hold for
+            staging; ``None`` leaves the choice to speed alone.
+        resident_nbytes: per device, up to this many bytes of eligible states stay on the device.
+        keep_staging: packed pipeline only: keep the staging memory between steps.
+        drain_in_step: let the compute stream wait for the last copy-outs at the end of ``step()``,
+            so that what follows can use the staging memory at once. The host does not wait.
+        prefetch_in_backward: packed pipeline only: start the first copy-ins when backward
+            finishes its first gradient. The staging memory then exists at backward's peak.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
         TypeError: a field of the wrong type.
     """
 
-    swap_times: int = 16
+    swap_times: int | Literal["auto"] = 16
     state_keys: Sequence[str] | None = None
     min_numel: int = 1024
     include_master_params: bool = False
     packed_swap: bool | None = None
     allow_closure: bool = False
     split_tensors: bool = True
+    staging_nbytes: int | None = None
+    resident_nbytes: int = 0
+    keep_staging: bool = False
+    drain_in_step: bool = False
+    prefetch_in_backward: bool = False
 
     def __post_init__(self) -> None:
-        self._check_int("swap_times", self.swap_times, minimum=1)
+        self._check_swap_times()
         self._check_int("min_numel", self.min_numel, minimum=0)
-        for field in ("include_master_params", "allow_closure", "split_tensors"):
+        self._check_int("resident_nbytes", self.resident_nbytes, minimum=0)
+        for field in (
+            "include_master_params", "allow_closure", "split_tensors", "keep_staging",
+            "drain_in_step", "prefetch_in_backward",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{field} must be True or False, got {getattr(self, field)!r}")
         if self.packed_swap is not None and not isinstance(self.packed_swap, bool):
             raise TypeError(f"packed_swap must be True, False or None, got {self.packed_swap!r}")
+        for field in ("keep_staging", "prefetch_in_backward"):
+            if getattr(self, field) and self.packed_swap is False:
+                raise ValueError(
+                    f"{field}=True needs the packed pipeline, got packed_swap=False: the "
+                    "per-tensor one has no staging area"
+                )
+        if self.keep_staging and self.drain_in_step:
+            raise ValueError(
+                "keep_staging=True and drain_in_step=True exclude each other: draining is there to "
+                "give the staging memory back"
+            )
         self._check_state_keys()
+
+    def _check_swap_times(self) -> None:
+        if self.swap_times == "auto":
+            if self.staging_nbytes is not None:
+                self._check_int("staging_nbytes", self.staging_nbytes, minimum=1)
+            return
+        if isinstance(self.swap_times, str):
+            raise ValueError(f'swap_times must be an int >= 1 or "auto", got {self.swap_times!r}')
+        self._check_int("swap_times", self.swap_times, minimum=1)
+        if self.staging_nbytes is not None:
+            raise ValueError(
+                f"staging_nbytes={self.staging_nbytes!r} needs swap_times=\"auto\", got "
+                f"swap_times={self.swap_times!r}, which sets the staging bytes by itself"
+            )
 
     @staticmethod
     def _check_int(field: str, value: object, minimum: int) -> None:

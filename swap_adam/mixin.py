@@ -85,7 +85,9 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         """How the configuration, and the class's default, shape the plan."""
         config = self.swap_config
         packed = default_packed if config.packed_swap is None else config.packed_swap
-        return PlanOptions(config.swap_times, packed, config.split_tensors)
+        return PlanOptions(
+            config.swap_times, packed, config.split_tensors, config.staging_nbytes
+        )
 
     def run_swap_step(self) -> None:
         """One optimizer step. Returns with the last copy-outs in flight."""

@@ -7,6 +7,7 @@ same bytes, which is longer than the two copies that hide it; with three the lin
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,9 +49,28 @@ class Partition:
     """
 
     batches: tuple[tuple[Piece, ...], ...]
+    swap_times: int
     cap_nbytes: int
     limit_nbytes: int
     oversized: tuple[int, ...]
+
+
+# What a batch costs beside its bytes, and what the bytes cost: two transfers and one update are
+# launched (some 4 us each), and on the slowest common link 25 bytes move in a nanosecond.
+BATCH_LATENCY_S = 10e-6
+LINK_NBYTES_PER_S = 25e9
+
+
+def choose_swap_times(swapped_nbytes: int, staging_nbytes: int | None) -> int:
+    """The number for ``swap_times="auto"``.
+
+    ``n`` batches of ``S`` bytes cost ``S / n`` bytes of copying that nothing hides, and ``n``
+    latencies: ``n = sqrt(S / (bandwidth * latency))`` is the least of their sum. A step holds
+    ``2 S / n`` for staging, so a budget asks for ``n >= 2 S / staging_nbytes``.
+    """
+    fastest = round(math.sqrt(swapped_nbytes / (LINK_NBYTES_PER_S * BATCH_LATENCY_S)))
+    needed = 1 if staging_nbytes is None else -(-2 * swapped_nbytes // staging_nbytes)
+    return max(1, fastest, needed)
 
 
 def batch_cap_nbytes(units: Sequence[UnitSize], swap_times: int) -> int:
@@ -64,17 +84,17 @@ def partition_packed(units: Sequence[UnitSize], swap_times: int) -> Partition:
     cap = batch_cap_nbytes(units, swap_times)
     third = 2 * cap // 3
     smallest_limit = max(unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units)
-    return _fill(units, cap, limit=third if smallest_limit <= third else cap)
+    return _fill(units, swap_times, cap, limit=third if smallest_limit <= third else cap)
 
 
 def partition_per_tensor(units: Sequence[UnitSize], swap_times: int) -> Partition:
     """Batches of whole units for the per-tensor pipeline, which holds two at a time."""
     cap = batch_cap_nbytes(units, swap_times)
     whole = [UnitSize(unit.numel, unit.nbytes_per_element, can_cut=False) for unit in units]
-    return _fill(whole, cap, limit=cap)
+    return _fill(whole, swap_times, cap, limit=cap)
 
 
-def _fill(units: Sequence[UnitSize], cap: int, limit: int) -> Partition:
+def _fill(units: Sequence[UnitSize], swap_times: int, cap: int, limit: int) -> Partition:
     batches: list[list[Piece]] = [[]]
     room = limit
 
@@ -105,4 +125,4 @@ def _fill(units: Sequence[UnitSize], cap: int, limit: int) -> Partition:
             add(Piece(index, start, numel))
             start += numel
     oversized = tuple(i for i, unit in enumerate(units) if not unit.can_cut and unit.nbytes > limit)
-    return Partition(tuple(map(tuple, batches)), cap, limit, oversized)
+    return Partition(tuple(map(tuple, batches)), swap_times, cap, limit, oversized)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from swap_adam.backend import Backend
 from swap_adam.host_store import HostStore
@@ -26,6 +26,7 @@ from swap_adam.partition import (
     Partition,
     Piece,
     UnitSize,
+    choose_swap_times,
     partition_packed,
     partition_per_tensor,
 )
@@ -85,11 +86,12 @@ class StepPlan(Generic[TensorT, EventT]):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How a plan is made: the two fields of the configuration that shape it, and the pipeline."""
+    """How a plan is made: the fields of the configuration that shape it, and the pipeline."""
 
-    swap_times: int
+    swap_times: int | Literal["auto"]
     packed: bool
     split_tensors: bool
+    staging_nbytes: int | None = None
 
 
 def partition_units(
@@ -105,7 +107,11 @@ def partition_units(
         for unit in units
     ]
     split = partition_packed if options.packed else partition_per_tensor
-    return split(sizes, options.swap_times)
+    swap_times = options.swap_times
+    if swap_times == "auto":
+        swapped_nbytes = sum(size.nbytes for size in sizes)
+        swap_times = choose_swap_times(swapped_nbytes, options.staging_nbytes)
+    return split(sizes, swap_times)
 
 
 class PlanBuilder(Generic[TensorT, EventT]):
