@@ -174,6 +174,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         units: list[TorchUnit] = []
         stale: list[TorchUnit] = []
         param_index = -1
+        known = 0  # registered parameters that are still in the groups
         for group_index, group in enumerate(self.param_groups):
             required = self.state_names(group)
             with_grad: list[Tensor] = []
@@ -184,6 +185,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                 param_index += 1
                 grad = param.grad
                 if grad is None:
+                    known += param in self._swap_units
                     continue
                 if grad.is_sparse:
                     raise RuntimeError(self.sparse_error)
@@ -193,6 +195,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                     continue
                 param_state = states[param]
                 unit = self._swap_units.get(param)
+                known += unit is not None
                 if unit is None or not unit.is_current(param_state):
                     unit = TorchUnit(
                         group_index, param_index, param, grad, [], 0,
@@ -207,6 +210,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                     seen[param] = unit
                 units.append(unit)
             self.read_group(group_index, group, with_grad)
+        if known < len(self._swap_units):
+            self._forget_gone()
         if stale:
             self._adopt(stale)
         if self._swap_check_held:
@@ -357,6 +362,17 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             if unit.slots:
                 unit.numel = unit.slots[0].numel
             self._swap_units[unit.owner] = unit
+
+    def _forget_gone(self) -> None:
+        """Give up what belongs to parameters that left the groups: pruned, or grown."""
+        present = {param for group in self.param_groups for param in group["params"]}
+        gone = [unit for param, unit in self._swap_units.items() if param not in present]
+        for device in {unit.device for unit in gone if unit.slots}:
+            self._device(device).register(
+                [], [unit for unit in gone if unit.slots and unit.device == device]
+            )
+        for unit in gone:
+            del self._swap_units[unit.owner]
 
     def _device(self, device: torch.device) -> DeviceSwap[Tensor, torch.Event]:
         if device not in self._swap_devices:
@@ -514,4 +530,6 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
 def _publish(slot: SwapSlot[Tensor]) -> None:
     assert isinstance(slot, TorchSlot)
-    slot.publish()
+    # What the user has put in its place, for another parameter perhaps, stays.
+    if slot.logical_tensor is None or slot.param_state.get(slot.name) is slot.logical_tensor:
+        slot.publish()
