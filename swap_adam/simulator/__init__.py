@@ -16,46 +16,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swap_adam.simulator.control import (
-        configure as configure,
-        counters as counters,
-        enable as enable,
-        enabled as enabled,
-        max_memory_held as max_memory_held,
-        max_pinned_nbytes as max_pinned_nbytes,
-        memory_held as memory_held,
-        memory_timeline as memory_timeline,
-        now as now,
-        pinned_nbytes as pinned_nbytes,
-        reset as reset,
-        reset_clock as reset_clock,
-        reset_counters as reset_counters,
-        reset_max_pinned_nbytes as reset_max_pinned_nbytes,
-        spend as spend,
-        violations as violations,
-    )
-    from swap_adam.simulator.costs import LINKS as LINKS, Costs as Costs
-    from swap_adam.simulator.records import (
-        Counters as Counters,
-        Operation as Operation,
-        record_operations as record_operations,
-        trace as trace,
-    )
+    from swap_adam.simulator.control import configure as configure
+    from swap_adam.simulator.control import counters as counters
+    from swap_adam.simulator.control import enable as enable
+    from swap_adam.simulator.control import enabled as enabled
+    from swap_adam.simulator.control import max_memory_held as max_memory_held
+    from swap_adam.simulator.control import max_pinned_nbytes as max_pinned_nbytes
+    from swap_adam.simulator.control import memory_held as memory_held
+    from swap_adam.simulator.control import memory_timeline as memory_timeline
+    from swap_adam.simulator.control import now as now
+    from swap_adam.simulator.control import pinned_nbytes as pinned_nbytes
+    from swap_adam.simulator.control import reset as reset
+    from swap_adam.simulator.control import reset_clock as reset_clock
+    from swap_adam.simulator.control import reset_counters as reset_counters
+    from swap_adam.simulator.control import reset_max_pinned_nbytes as reset_max_pinned_nbytes
+    from swap_adam.simulator.control import spend as spend
+    from swap_adam.simulator.control import violations as violations
+    from swap_adam.simulator.costs import LINKS as LINKS
+    from swap_adam.simulator.costs import Costs as Costs
+    from swap_adam.simulator.records import Counters as Counters
+    from swap_adam.simulator.records import Operation as Operation
+    from swap_adam.simulator.records import record_operations as record_operations
+    from swap_adam.simulator.records import trace as trace
 
-_CONTROL = (
-    "configure", "counters", "enable", "enabled", "max_memory_held", "max_pinned_nbytes",
-    "memory_held", "memory_timeline", "now", "pinned_nbytes", "reset", "reset_clock",
-    "reset_counters", "reset_max_pinned_nbytes", "spend", "violations",
-)
-_HOME = {
-    **{name: "control" for name in _CONTROL},
-    **{name: "records" for name in ("Counters", "Operation", "record_operations", "trace")},
+__all__ = [
+    "Costs", "Counters", "LINKS", "Operation", "configure", "counters", "enable", "enabled",
+    "max_memory_held", "max_pinned_nbytes", "memory_held", "memory_timeline",
+    "mindspore_device", "now", "pinned_nbytes", "record_operations", "reset", "reset_clock",
+    "reset_counters", "reset_max_pinned_nbytes", "spend", "trace", "violations",
+]
+
+_HOME = dict.fromkeys(__all__, "control") | {
     "Costs": "costs",
+    "Counters": "records",
     "LINKS": "costs",
+    "Operation": "records",
     "mindspore_device": "mindspore",
+    "record_operations": "records",
+    "trace": "records",
 }
-
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:

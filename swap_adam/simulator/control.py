@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 from typing import Literal
 
 from swap_adam.simulator import native
@@ -36,6 +37,11 @@ def enable(device_count: int | None = None) -> None:
         raise ValueError(f"device_count={count}: 1 to 64 are allowed")
     import torch
 
+    from torch.utils.backend_registration import (
+        generate_methods_for_privateuse1_backend,
+        rename_privateuse1_backend,
+    )
+
     from swap_adam.simulator.build import library
 
     taken = torch._C._get_privateuse1_backend_name()
@@ -46,12 +52,12 @@ def enable(device_count: int | None = None) -> None:
         )
     path = library()
     if taken != _NAME:
-        torch.utils.rename_privateuse1_backend(_NAME)
+        rename_privateuse1_backend(_NAME)
     native.load(str(path), count)
     from swap_adam.simulator import device
 
     torch._register_device_module(_NAME, device)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    generate_methods_for_privateuse1_backend(for_storage=True)
     device.watch_saving()
     _device_count = count
     configure(costs=LINKS["pcie4"])
@@ -214,6 +220,9 @@ def reset_max_pinned_nbytes() -> None:
 
 
 def _report() -> None:
+    # torch's backward thread lets go of Python objects a moment after backward() has returned; an
+    # interpreter that is gone by then ends the process with an abort.
+    time.sleep(0.02)
     left = violations()
     if left:
         print(f"swap_adam.simulator: {len(left)} violations, the first: {left[0]}", file=sys.stderr)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
+from torch.types import Storage as PlainStorage
 
 from swap_adam.simulator import native
 
@@ -302,11 +303,16 @@ def watch_saving() -> None:
     register_package(1, _saving, _loading)
 
 
-def _saving(storage: torch.UntypedStorage) -> None:
+Storage = PlainStorage | torch.storage.TypedStorage | torch.UntypedStorage
+
+
+def _saving(storage: Storage) -> str | None:
     """Asked for the tag of every storage that is saved; never has one, but looks."""
     if storage.device.type == "cpu" and storage.nbytes() > 0:
         native.call("host_reads")(storage.data_ptr(), storage.nbytes(), "torch.save")
+    return None
 
 
-def _loading(storage: torch.UntypedStorage, location: str) -> None:
+def _loading(storage: Storage, location: str) -> Storage | None:
     """Never loads anything."""
+    return None

@@ -28,7 +28,7 @@ from mindspore.common.api import _pynative_executor
 from numpy.typing import NDArray
 
 from swap_adam.backend import StreamRole
-from swap_adam.mindspore.backend import register_device
+from swap_adam.mindspore.backend import numpy_dtype, register_device
 from swap_adam.slot import SwapSlot
 
 TARGET = "CPU"
@@ -325,5 +325,4 @@ def _tensor_at(buffer: Buffer, offset_nbytes: int, slot: SwapSlot[Tensor]) -> Te
     MindSpore's own views at an offset lose in-place updates on the CPU.
     """
     part = buffer.memory[offset_nbytes:offset_nbytes + slot.storage_nbytes]
-    dtype = mindspore.dtype_to_nptype(slot.dtype)
-    return Tensor.from_numpy(part.view(dtype).reshape(slot.shape))
+    return Tensor.from_numpy(part.view(numpy_dtype(slot.dtype)).reshape(slot.shape))

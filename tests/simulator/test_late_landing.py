@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import swap_adam.simulator as simulator
+
+Use = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +108,7 @@ def test_pageable_or_blocking_copies_are_there_at_once(
     ],
     ids=["dtype", "transposed", "strided", "expanded", "conjugate", "negative", "channels_last"],
 )
-def test_every_layout_arrives_and_comes_back(device: str, non_blocking: bool, change) -> None:  # type: ignore[no-untyped-def]
+def test_every_layout_arrives_and_comes_back(device: str, non_blocking: bool, change: Use) -> None:
     plain = torch.arange(24.0).reshape(4, 6)
     expected = change(plain)
     there = change(plain.pin_memory().to(device, non_blocking=non_blocking))

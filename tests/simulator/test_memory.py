@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import swap_adam.simulator as simulator
+
+Use = Callable[[torch.Tensor], object]
 
 KIB = 1024
 
@@ -150,7 +154,7 @@ def test_resize_to_zero_gives_the_memory_back(device: str) -> None:
     ],
     ids=["add", "mul_", "foreach", "cpu", "copy_", "async"],
 )
-def test_use_of_a_released_storage_is_an_error_with_names(device: str, use, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_use_of_a_released_storage_is_an_error_with_names(device: str, use: Use, name: str) -> None:
     tensor = torch.ones(3, 4, device=device)
     view = tensor.t()
     tensor.untyped_storage().resize_(0)

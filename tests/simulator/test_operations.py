@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import swap_adam.simulator as simulator
 
+Use = Callable[[torch.Tensor], object]
+
 
 def test_tensors_of_two_devices_do_not_mix(device: str) -> None:
-    here, there, host = torch.ones(3, device=device), torch.ones(3, device="simulated:1"), torch.ones(3)
+    here, host = torch.ones(3, device=device), torch.ones(3)
+    there = here.to("simulated:1")
     for other in (there, host):
         with pytest.raises(RuntimeError, match="aten::add.Tensor.*same device.*simulated:0"):
             here + other
@@ -125,10 +130,15 @@ def test_counters_count(device: str) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [lambda t: t.nonzero(), lambda t: torch.equal(t, t), lambda t: t[t > 0], lambda t: bool(t.any())],
+    [
+        lambda t: t.nonzero(),
+        lambda t: torch.equal(t, t),
+        lambda t: t[t > 0],
+        lambda t: bool(t.any()),
+    ],
     ids=["nonzero", "equal", "mask", "bool"],
 )
-def test_results_that_depend_on_data_make_the_host_wait(device: str, call) -> None:  # type: ignore[no-untyped-def]
+def test_results_that_depend_on_data_make_the_host_wait(device: str, call: Use) -> None:
     tensor = torch.ones(5, device=device)
     simulator.reset_counters()
     call(tensor)
@@ -164,6 +174,16 @@ def test_data_swap_and_set(device: str) -> None:
     assert tensor.shape == (10,)
 
 
-def test_operation_that_no_device_has_is_named(device: str) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
+def test_sparse_gradients_reach_the_optimizer(device: str) -> None:
+    weight = torch.ones(5, 2, device=device, requires_grad=True)
+    indices = torch.tensor([1, 3, 3], device=device)
+    torch.nn.functional.embedding(indices, weight, sparse=True).sum().backward()
+    assert weight.grad is not None and weight.grad.is_sparse
+    assert weight.grad.coalesce().values().tolist() == [[1, 1], [2, 2]]
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+        torch.optim.AdamW([weight]).step()
+
+
+def test_operation_that_makes_what_the_device_lacks_is_named(device: str) -> None:
+    with pytest.raises(NotImplementedError, match="to_sparse.*the simulated accelerator lacks"):
         torch.ones(3, device=device).to_sparse()

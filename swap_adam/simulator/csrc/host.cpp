@@ -1,5 +1,6 @@
 // The host's own use of pinned memory: torch operations on CPU tensors that lie in it. Aliases made
-// through numpy are known by their address. Raw numpy or pointer accesses cannot be seen.
+// through numpy are known by their address. What numpy itself, tolist() or a raw pointer do cannot
+// be seen.
 #include <ATen/record_function.h>
 
 #include <string_view>
@@ -38,8 +39,9 @@ bool computes(const OperatorFacts& facts) {
       "aten::resize_", "aten::is_set_to", "aten::is_same_size", "aten::set_",
       "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset",
       "aten::set_.source_Tensor", "aten::_has_same_storage_numel", "aten::is_pinned"};
-  if (facts.view || kMetadata.count(facts.name) != 0) return false;
-  return facts.has_cpu_kernel || std::string_view(facts.name) == "aten::copy_";
+  const std::string_view name = facts.name;
+  if (facts.view || kMetadata.count(name) != 0) return false;
+  return facts.has_cpu_kernel || name == "aten::copy_";
 }
 
 std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& call) {

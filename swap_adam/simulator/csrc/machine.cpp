@@ -471,7 +471,12 @@ std::string Machine::conflict(
 }
 
 void Machine::found(std::string text) {
-  if (violations.size() < kViolations) violations.push_back(std::move(text));
+  if (violations.size() == kViolations) {
+    if (raised_ == 0) return;  // the first ones say the most
+    violations.erase(violations.begin());
+    --raised_;
+  }
+  violations.push_back(std::move(text));
 }
 
 void Machine::raise_found() {
