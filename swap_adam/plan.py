@@ -138,7 +138,7 @@ class PlanBuilder(Generic[TensorT, EventT]):
     ) -> StepPlan[TensorT, EventT]:
         for unit in active:
             unit.can_cut = self._can_cut(unit)
-        partition = partition_units(registered, self._options)
+        partition = self.partition(registered)
         is_active = set(map(id, active))
         pieces_left = Counter(piece.unit_index for batch in partition.batches for piece in batch)
         unit_batches = [
@@ -171,6 +171,10 @@ class PlanBuilder(Generic[TensorT, EventT]):
         return StepPlan(
             partition, batches, staging, nbytes, scratch, list(active), large, self._store.version
         )
+
+    def partition(self, registered: Sequence[UpdateUnit[TensorT]]) -> Partition:
+        """The batches of a step in which every unit has a gradient."""
+        return partition_units(registered, self._options)
 
     def fits(
         self, plan: StepPlan[TensorT, EventT], active: Sequence[UpdateUnit[TensorT]]
