@@ -16,9 +16,11 @@ from swap_adam.slot import SwapSlot
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many owners the storage of ``tensor`` has, this call's own handle included."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    """How many owners the storage of ``tensor`` has, this call's own handles included."""
+    storage = tensor.untyped_storage()
+    # All who hold the storage itself hold the same object, which counts as one owner.
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count + sys.getrefcount(storage)
 
 
 # A tensor that nobody shares: its own implementation and the handle made to look.
