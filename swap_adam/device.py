@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from swap_adam.backend import Backend
 from swap_adam.host_store import HostStore, plan_power_of_two_slabs
 from swap_adam.layout import SlabPlan
-from swap_adam.pipeline import PackedPipeline, PerTensorPipeline, Pipeline, Updater
+from swap_adam.pipeline import PackedPipeline, PerTensorPipeline, Pipeline, StagingPolicy, Updater
 from swap_adam.plan import PlanBuilder, PlanOptions, StepPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
 
@@ -30,6 +30,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
         can_cut: Callable[[UpdateUnit[TensorT]], bool],
         plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
+        policy: StagingPolicy = StagingPolicy.RELEASE,
     ) -> None:
         self.backend = backend
         self.store = HostStore(backend, publish, plan_host)
@@ -37,12 +38,16 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes, can_cut)
         self._plan: StepPlan[TensorT, EventT] | None = None
         pipeline = PackedPipeline if options.packed else PerTensorPipeline
-        self._pipeline: Pipeline[TensorT, EventT] = pipeline(backend)
+        self._pipeline: Pipeline[TensorT, EventT] = pipeline(backend, policy)
 
     @property
     def plan(self) -> StepPlan[TensorT, EventT] | None:
         """The plan of the last step."""
         return self._plan
+
+    def forget_plan(self) -> None:
+        """Make a new plan for the next step: the update needs other temporaries from now on."""
+        self._plan = None
 
     def register(
         self, units: Sequence[UpdateUnit[TensorT]], gone: Sequence[UpdateUnit[TensorT]] = ()
@@ -90,7 +95,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
                 self.store.replace(held)
         if self._plan is None or not self._builder.fits(self._plan, active):
             # The views of a new plan are made on memory that the last step may still have.
-            self._pipeline.wait_released()
+            self._pipeline.let_go()
             self._plan = self._builder.build(self.units, active)
         return bool(held)
 
@@ -98,6 +103,11 @@ class DeviceSwap(Generic[TensorT, EventT]):
         """Get the device memory of the step, or raise with nothing changed."""
         if self._plan is not None:
             self._pipeline.acquire(self._plan)
+
+    def prefetch(self) -> None:
+        """Issue the first copy-ins of a step that looks like the last one."""
+        if self._plan is not None and self._plan.host_version == self.store.version:
+            self._pipeline.prefetch(self._plan)
 
     def abandon(self) -> None:
         """Give the memory of :meth:`acquire` back without a step."""

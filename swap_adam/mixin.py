@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.device import DeviceSwap
-from swap_adam.pipeline import Progress, Updater
+from swap_adam.pipeline import Progress, StagingPolicy, Updater
 from swap_adam.plan import PlanOptions
 from swap_adam.slot import UpdateUnit
 
@@ -88,6 +88,28 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         return PlanOptions(
             config.swap_times, packed, config.split_tensors, config.staging_nbytes
         )
+
+    def staging_policy(self) -> StagingPolicy:
+        """What the configuration wants to become of the staging memory after a step."""
+        if self.swap_config.keep_staging:
+            return StagingPolicy.KEEP
+        return StagingPolicy.DRAIN if self.swap_config.drain_in_step else StagingPolicy.RELEASE
+
+    def prefetch(self) -> None:
+        """Start the first copy-ins of the next step now, for example while backward computes.
+
+        Optional, and safe whatever follows: no step, another set of gradients, a checkpoint. The
+        staging memory then exists from here on. Does nothing before the first step, and while
+        somebody may write into states that were read since the last one.
+
+        Raises:
+            ValueError: the per-tensor pipeline, which has no staging area to fill.
+            the framework's out-of-memory error: the staging memory is not there; nothing changed.
+        """
+        self.check_not_torn("prefetch()")
+        if not self._swap_check_held:
+            for device in self._swap_devices.values():
+                device.prefetch()
 
     def run_swap_step(self) -> None:
         """One optimizer step. Returns with the last copy-outs in flight."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend, StreamRole
@@ -26,6 +27,16 @@ from swap_adam.slot import Residency, UpdateUnit
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
+
+PREFETCHED_BATCHES = 2
+
+
+class StagingPolicy(Enum):
+    """What becomes of a step's device memory when ``run`` returns, its last copies in flight."""
+
+    RELEASE = "release"  # given back to the allocator, which waits for the copies
+    KEEP = "keep"  # kept for the next step (packed)
+    DRAIN = "drain"  # the compute stream waits for the copies, then it is free at once
 
 
 @dataclass
@@ -81,13 +92,15 @@ class Pipeline(Generic[TensorT, EventT]):
     :meth:`wait_landed`.
     """
 
-    def __init__(self, backend: Backend[TensorT, EventT]) -> None:
+    def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
         self._backend = backend
+        self._policy = policy
         self._started = backend.make_event()
         self._landed = backend.make_event()
         self._in_flight: Sequence[Batch[TensorT, EventT]] = ()
         # Whose memory may be held, from `acquire` until all of it has been given back.
         self._open: StepPlan[TensorT, EventT] | None = None
+        self._prefetched = 0
 
     def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Get the device memory that the step needs, or raise with none of it held.
@@ -95,10 +108,39 @@ class Pipeline(Generic[TensorT, EventT]):
         Where the host is a whole step ahead, the last step's memory is still in use. The host
         then waits for it, which costs the device nothing; else there would be twice as much.
         """
-        self.wait_released()
+        if self._prefetched and self._open is plan:
+            return
+        if not self._keeps(plan):
+            self.wait_released()
         self._open = plan
         try:
             self._acquire(plan)
+        except BaseException:
+            self._close_after_fault()
+            raise
+
+    def prefetch(self, plan: StepPlan[TensorT, EventT]) -> None:
+        """Acquire the step's memory now and issue its first two copy-ins.
+
+        The next :meth:`run` of the same plan goes on from there; whatever else comes first, a
+        reader of states or another plan, gives the memory back.
+        """
+        if self._open is not None:
+            return
+        if plan.staging is None:
+            raise ValueError(
+                "prefetch() needs the packed pipeline (packed_swap=True): the per-tensor one has no "
+                "staging memory to fill ahead"
+            )
+        self.acquire(plan)
+        try:
+            self._start()
+            self._in_flight = plan.batches[:PREFETCHED_BATCHES]
+            for batch in self._in_flight:
+                if batch.reuses >= 0:
+                    break
+                self._copy_in(batch)
+                self._prefetched += 1
         except BaseException:
             self._close_after_fault()
             raise
@@ -118,12 +160,12 @@ class Pipeline(Generic[TensorT, EventT]):
 
     def run(self, plan: StepPlan[TensorT, EventT], update: Updater[TensorT]) -> None:
         """Update every batch of ``plan``, whose memory has been acquired."""
-        copied_in = index = 0
+        copied_in, self._prefetched = self._prefetched, 0
+        index = 0
         self._in_flight = plan.batches
         try:
-            # The staging memory may still be in use by what is on the compute stream.
-            self._backend.record(self._started, StreamRole.COMPUTE)
-            self._backend.wait(StreamRole.COPY_IN, self._started)
+            if not copied_in:
+                self._start()
             for index, batch in enumerate(plan.batches):
                 copied_in = self._fill(plan, index, copied_in)
                 self._update(batch, batch.units, update)
@@ -137,7 +179,11 @@ class Pipeline(Generic[TensorT, EventT]):
 
     def abandon(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Give the memory of :meth:`acquire` back without having run."""
-        self._close(plan, after_fault=False)
+        self._close(plan, after_fault=True)
+
+    def __del__(self) -> None:
+        # Memory that is held beyond a step may not go before the copies that use it.
+        self._close_after_fault()
 
     def _close(self, plan: StepPlan[TensorT, EventT], after_fault: bool) -> None:
         """Give the step's memory back, to others once all that was issued has passed it.
@@ -149,8 +195,28 @@ class Pipeline(Generic[TensorT, EventT]):
             self._backend.record(self._started, StreamRole.COPY_IN)
             self._backend.wait(StreamRole.COPY_OUT, self._started)
         self._backend.record(self._landed, StreamRole.COPY_OUT)
-        self._release(plan)
+        if self._policy is StagingPolicy.DRAIN:
+            self._backend.wait(StreamRole.COMPUTE, self._landed)
+            self._release(plan, None)
+        else:
+            self._release(plan, StreamRole.COPY_OUT)
         self._open = None
+        self._prefetched = 0
+
+    def _start(self) -> None:
+        """Copy-ins wait for what the compute stream still does with the staging memory, and for
+        the last copies of the step before, which use the same memory where it is kept."""
+        self._backend.record(self._started, StreamRole.COMPUTE)
+        self._backend.wait(StreamRole.COPY_IN, self._started)
+        self._backend.wait(StreamRole.COPY_IN, self._landed)
+
+    def _keeps(self, plan: StepPlan[TensorT, EventT]) -> bool:
+        """Whether the memory of ``plan`` is still there from the step before."""
+        return False
+
+    def let_go(self) -> None:
+        """Wait for the last step and give all memory back, what is kept included."""
+        self.wait_released()
 
     def _close_after_fault(self) -> None:
         """Never raises: the first fault is the one to report."""
@@ -178,8 +244,8 @@ class Pipeline(Generic[TensorT, EventT]):
     def _settle(self, plan: StepPlan[TensorT, EventT], index: int) -> None:
         """Called when the copy-out of batch ``index`` has been issued."""
 
-    def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
-        """Give all device memory back, to others once the copies have passed it."""
+    def _release(self, plan: StepPlan[TensorT, EventT], pending: StreamRole | None) -> None:
+        """Give all device memory back, to others once ``pending`` has passed it."""
         raise NotImplementedError
 
     def _copy_in(self, batch: Batch[TensorT, EventT]) -> None:
@@ -240,10 +306,31 @@ class Pipeline(Generic[TensorT, EventT]):
 class PackedPipeline(Pipeline[TensorT, EventT]):
     """Batches in one staging area, each where the bytes are free the earliest."""
 
+    def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
+        super().__init__(backend, policy)
+        self._kept: TensorT | None = None
+
+    def _keeps(self, plan: StepPlan[TensorT, EventT]) -> bool:
+        return self._open is None and self._kept is not None and self._kept is plan.staging
+
+    def let_go(self) -> None:
+        super().let_go()
+        if self._kept is not None:
+            self._backend.release(self._kept, None)
+            self._kept = None
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self._kept is not None:
+            self._backend.release(self._kept, StreamRole.COPY_OUT)
+
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         if plan.staging is None:
             return
-        self._backend.acquire(plan.staging, plan.staging_nbytes)
+        if self._kept is not plan.staging:
+            self._backend.acquire(plan.staging, plan.staging_nbytes)
+            if self._policy is StagingPolicy.KEEP:
+                self._kept = plan.staging
         self._backend.reserve(plan.scratch_nbytes)
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
@@ -256,16 +343,16 @@ class PackedPipeline(Pipeline[TensorT, EventT]):
             copied_in += 1
         return copied_in
 
-    def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
-        if plan.staging is not None:
-            self._backend.release(plan.staging, StreamRole.COPY_OUT)
+    def _release(self, plan: StepPlan[TensorT, EventT], pending: StreamRole | None) -> None:
+        if plan.staging is not None and self._kept is not plan.staging:
+            self._backend.release(plan.staging, pending)
 
 
 class PerTensorPipeline(Pipeline[TensorT, EventT]):
     """Every state in device memory of its own, which comes and goes with its batch."""
 
-    def __init__(self, backend: Backend[TensorT, EventT]) -> None:
-        super().__init__(backend)
+    def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
+        super().__init__(backend, policy)
         self._held: dict[int, TensorT] = {}  # by identity: tensors compare elementwise
 
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
@@ -291,8 +378,8 @@ class PerTensorPipeline(Pipeline[TensorT, EventT]):
                 self._backend.release(buffer, None)
                 self._held.pop(id(buffer), None)  # a roll-forward may come here again
 
-    def _release(self, plan: StepPlan[TensorT, EventT]) -> None:
+    def _release(self, plan: StepPlan[TensorT, EventT], pending: StreamRole | None) -> None:
         while self._held:
             key, buffer = next(iter(self._held.items()))
-            self._backend.release(buffer, StreamRole.COPY_OUT)
+            self._backend.release(buffer, pending)
             del self._held[key]

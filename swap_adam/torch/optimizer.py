@@ -148,7 +148,9 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         self.run_swap_step()
         return loss
 
+    @torch._disable_dynamo
     def run_swap_step(self) -> None:
+        # Streams, events and pinned memory have no place in a graph: torch.compile passes by.
         try:
             super().run_swap_step()
         finally:
@@ -378,7 +380,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if device not in self._swap_devices:
             self._swap_devices[device] = DeviceSwap(
                 TorchBackend(device), self.plan_options(default_packed=True), _publish,
-                weakly(self.scratch_nbytes), weakly(self.can_cut),
+                weakly(self.scratch_nbytes), weakly(self.can_cut), policy=self.staging_policy(),
             )
         return self._swap_devices[device]
 

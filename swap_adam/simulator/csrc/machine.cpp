@@ -302,8 +302,9 @@ void Machine::record_stream(Block* block, uint32_t timeline) {
 void Machine::check_free(Block* block) {
   block->history.each([&](const Use& use, bool wrote, size_t begin, size_t end) {
     if (timelines.ordered(use, block->stream)) return;
-    if (std::find(block->recorded.begin(), block->recorded.end(), use.timeline) !=
-        block->recorded.end())
+    // A recorded stream stands for what it has waited for, too.
+    if (std::any_of(block->recorded.begin(), block->recorded.end(),
+                    [&](uint32_t stream) { return timelines.ordered(use, stream); }))
       return;
     std::ostringstream text;
     text << "freed in flight: allocation " << block->number << " (" << block->nbytes << " bytes, ";
