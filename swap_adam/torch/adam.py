@@ -11,6 +11,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from swap_adam.config import SwapOptimizerConfig
+from swap_adam.layout import DEVICE_ALIGNMENT_NBYTES, align
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import ParamGroup, TorchSwapMixin
 from swap_adam.torch.state import (
@@ -22,20 +23,31 @@ from swap_adam.torch.state import (
 )
 from swap_adam.torch.update_lists import UpdateLists, steps_of
 
-# A for-loop over tensors holds its temporaries one tensor at a time: the negated or decayed
-# gradient (one being made from the other), and the square root being divided.
-FOR_LOOP_TEMPORARIES = 4
-# The foreach update holds them for the whole list: a gradient and a square root per parameter.
-FOREACH_TEMPORARIES = 2
+# The for-loop has the square root and its quotient at a time, beside the last tensor's quotient;
+# and the negated or decayed gradient, where there is one.
+FOR_LOOP_TEMPORARIES = 2
+# The foreach update has one of them at a time, but for the whole list.
+FOREACH_TEMPORARIES = 1
+STEP_NBYTES = 4
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """What a step read of a group: the implementation to ask for, and the learning rate."""
+    """What a step read of a group: the implementation to ask for, and the learning rate.
+
+    ``copies_grad`` says whether the for-loop makes a gradient of its own.
+    """
 
     foreach: bool
     fused: bool
+    copies_grad: bool
     lr: float | Tensor
+
+    def needs_as_much(self, other: GroupStep) -> bool:
+        """Whether both make the same temporaries."""
+        return (self.foreach, self.fused, self.copies_grad) == (
+            other.foreach, other.fused, other.copies_grad
+        )
 
 
 class AdamSwapMixin(TorchSwapMixin):
@@ -85,7 +97,13 @@ class AdamSwapMixin(TorchSwapMixin):
             # gives the same bits, but for low precision, where the device rounds it first.
             if all(param.dtype in (torch.float32, torch.float64) for param in params):
                 lr = lr.cpu()
-        self._swap_group_steps[group_index] = GroupStep(foreach, fused, lr)
+        decays_grad = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
+        step = GroupStep(foreach, fused, bool(group["maximize"]) or decays_grad, lr)
+        last = self._swap_group_steps.get(group_index)
+        self._swap_group_steps[group_index] = step
+        if last is not None and not step.needs_as_much(last):
+            for device in self._swap_devices.values():
+                device.forget_plan()
 
     def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
         if group["fused"]:
@@ -97,15 +115,21 @@ class AdamSwapMixin(TorchSwapMixin):
         most = 0
         by_group: dict[int, list[int]] = {}
         for unit in units:
-            nbytes = unit.numel * unit.param.element_size()
-            by_group.setdefault(unit.group_index, []).append(nbytes)
+            nbytes = align(unit.numel * unit.param.element_size(), DEVICE_ALIGNMENT_NBYTES)
+            by_group.setdefault(unit.group_index, []).extend([nbytes] * unit.repeats)
         for group_index, sizes in by_group.items():
             step = self._swap_group_steps[group_index]
             if step.foreach:
                 most = max(most, FOREACH_TEMPORARIES * sum(sizes))
             elif not step.fused:
-                most = max(most, FOR_LOOP_TEMPORARIES * max(sizes))
-        return most
+                count = FOR_LOOP_TEMPORARIES + step.copies_grad
+                most = max(most, *(last + count * size for last, size in zip([0, *sizes], sizes)))
+        # Fused, `step` is on the device, and so are its copies for the pieces of a cut tensor.
+        return most + sum(
+            align(max(unit.pieces_left, 1) * STEP_NBYTES, DEVICE_ALIGNMENT_NBYTES)
+            for unit in units
+            if unit.whole is not None and self._swap_group_steps[unit.group_index].fused
+        )
 
     def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
         group, step = self.param_groups[group_index], self._swap_group_steps[group_index]
