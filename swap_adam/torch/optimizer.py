@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.device import DeviceSwap
 from swap_adam.mixin import SwapPipelineMixin, weakly
-from swap_adam.slot import SwapSlot, UpdateUnit
+from swap_adam.slot import Residency, SwapSlot, UpdateUnit
 from swap_adam.torch.backend import TorchBackend
 from swap_adam.torch.loading import Loading
 from swap_adam.torch.state import (
@@ -355,6 +355,11 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     def _register(self, units: Sequence[TorchUnit]) -> None:
         gone = [self._swap_units[unit.owner] for unit in units if unit.owner in self._swap_units]
         devices = {unit.device for unit in [*units, *gone] if unit.slots}
+        slots = [slot for unit in units for slot in unit.slots]
+        self.add_slots([
+            slot for slot in slots
+            if slot.residency is Residency.PENDING and isinstance(slot, TorchSlot)
+        ])
         for device in devices:
             self._device(device).register(
                 [unit for unit in units if unit.slots and unit.device == device],
@@ -385,14 +390,23 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         return self._swap_devices[device]
 
     def add_slots(self, slots: Sequence[TorchSlot]) -> None:
-        """Give pending slots pinned bytes, before anything refers to them.
+        """Give pending slots pinned bytes, all or none, before anything refers to them.
 
         Raises:
             MemoryError: not enough pinned memory.
         """
-        for device in {slot.device for slot in slots}:
-            assert isinstance(device, torch.device)
-            self._device(device).add_slots([slot for slot in slots if slot.device == device])
+        added: list[TorchSlot] = []
+        try:
+            for device in {slot.device for slot in slots}:
+                assert isinstance(device, torch.device)
+                mine = [slot for slot in slots if slot.device == device]
+                self._device(device).add_slots(mine)
+                added.extend(mine)
+        except BaseException:
+            self.remove_slots(added)
+            for slot in added:
+                slot.transit.move(Residency.PENDING)
+            raise
 
     def remove_slots(self, slots: Sequence[TorchSlot]) -> None:
         """Give slots up that no unit has."""
