@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
@@ -13,6 +14,26 @@ from swap_adam.slot import Residency, SwapSlot, UpdateUnit
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What is swapped on one device, in bytes, and in how many batches.
+
+    ``swap_times`` is the number in force, also where it was chosen automatically. ``batch_nbytes``
+    bounds a batch, but for the parameters in ``whole``: they are larger and cannot be cut.
+    ``staging_nbytes`` is the most that a step holds for the states, and ``scratch_nbytes`` what it
+    makes sure is there for the temporaries of an update; both are 0 before the first step.
+    """
+
+    swapped_nbytes: int
+    pinned_nbytes: int
+    swap_times: int
+    batch_count: int
+    batch_nbytes: int
+    staging_nbytes: int
+    scratch_nbytes: int
+    whole: tuple[str, ...]
 
 
 class DeviceSwap(Generic[TensorT, EventT]):
@@ -103,6 +124,21 @@ class DeviceSwap(Generic[TensorT, EventT]):
         """Get the device memory of the step, or raise with nothing changed."""
         if self._plan is not None:
             self._pipeline.acquire(self._plan)
+
+    def report(self, describe_param: Callable[[int], str]) -> DeviceReport:
+        """What is swapped here now; the batches are those of all registered units."""
+        partition = self._builder.partition(self.units)
+        plan = self._plan
+        return DeviceReport(
+            self.store.swapped_nbytes,
+            self.store.pinned_nbytes,
+            partition.swap_times,
+            len(partition.batches),
+            partition.limit_nbytes,
+            plan.staging_nbytes if plan is not None else 0,
+            plan.scratch_nbytes if plan is not None else 0,
+            tuple(describe_param(self.units[index].param_index) for index in partition.oversized),
+        )
 
     def prefetch(self) -> None:
         """Issue the first copy-ins of a step that looks like the last one."""

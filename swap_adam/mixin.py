@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from swap_adam.config import SwapOptimizerConfig
-from swap_adam.device import DeviceSwap
+from swap_adam.device import DeviceReport, DeviceSwap
 from swap_adam.pipeline import Progress, StagingPolicy, Updater
 from swap_adam.plan import PlanOptions
 from swap_adam.slot import UpdateUnit
@@ -94,6 +94,13 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         if self.swap_config.keep_staging:
             return StagingPolicy.KEEP
         return StagingPolicy.DRAIN if self.swap_config.drain_in_step else StagingPolicy.RELEASE
+
+    def swap_report(self) -> dict[str, DeviceReport]:
+        """What is swapped, by device: bytes, batches, and the units that had to stay whole."""
+        return {
+            str(device): swap.report(self.describe_param)
+            for device, swap in self._swap_devices.items()
+        }
 
     def prefetch(self) -> None:
         """Start the first copy-ins of the next step now, for example while backward computes.

@@ -129,8 +129,8 @@ class Pipeline(Generic[TensorT, EventT]):
             return
         if plan.staging is None:
             raise ValueError(
-                "prefetch() needs the packed pipeline (packed_swap=True): the per-tensor one has no "
-                "staging memory to fill ahead"
+                "prefetch() needs the packed pipeline (packed_swap=True): the per-tensor one has "
+                "no staging memory to fill ahead"
             )
         self.acquire(plan)
         try:

@@ -10,9 +10,15 @@ import sys
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from swap_adam.backend import StreamRole
 from swap_adam.slot import SwapSlot
+
+
+# A decorator for what has no place in a graph (streams, events, pinned memory): torch.compile
+# passes by. Unlike torch.compiler.disable it imports the compiler only when it is called.
+outside_graphs = _disable_dynamo
 
 
 def storage_use_count(tensor: Tensor) -> int:

@@ -30,10 +30,9 @@ def _swap_classes() -> dict[type, type[TorchSwapMixin]]:
     classes: dict[type, type[TorchSwapMixin]] = {Adam: SwapAdam, AdamW: SwapAdamW}
     # An instance of HyperParallel's class, or of ours, exists only if its module is loaded.
     if {"hyper_parallel", "swap_adam.torch.hyper_adamw"} & set(sys.modules):
-        from swap_adam.torch.hyper_adamw import SwapHyperAdamW
+        from swap_adam.torch.hyper_adamw import SWAP_CLASSES
 
-        for original in SwapHyperAdamW.originals():
-            classes[original] = SwapHyperAdamW
+        classes.update(SWAP_CLASSES)
     return classes
 
 
@@ -112,6 +111,9 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 def _forget(optimizer: TorchSwapMixin, original: type) -> None:
+    hook = optimizer.__dict__.get("_swap_prefetch_hook")
+    if hook is not None:
+        hook.remove()
     for name in [name for name in optimizer.__dict__ if name.startswith("_swap_")]:
         del optimizer.__dict__[name]
     optimizer.__dict__.pop("swap_config", None)

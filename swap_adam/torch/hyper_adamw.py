@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from swap_adam.config import SwapOptimizerConfig
+from swap_adam.layout import DEVICE_ALIGNMENT_NBYTES
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import ParamGroup, TorchSwapMixin
 from swap_adam.torch.state import ParamState, TorchUnit
@@ -46,7 +47,8 @@ def adamw(
     """
     if not params:
         return
-    shared = torch.tensor(step, dtype=torch.int64, device=params[0].device)
+    # Filled on the device: a copy from the host would wait. CUDA's kernel reads float32 steps.
+    shared = torch.full((), step, dtype=torch.float32, device=params[0].device)
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, [shared] * len(params),
         amsgrad=amsgrad, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
@@ -153,16 +155,10 @@ else:
     _Base, _functional = _base()
 
 
-class SwapHyperAdamW(TorchSwapMixin, _Base):
-    """HyperParallel's AdamW with its moments in pinned host memory between steps.
+class HyperAdamWSwapMixin(TorchSwapMixin):
+    """The step of HyperParallel's AdamW, batch by batch through its own functional."""
 
-    Takes the original's arguments and ``swap_config``. ``group["step"]`` advances once per call,
-    however many batches the group is cut into.
-
-    Raises:
-        ValueError: a configuration that does not fit, before anything changed.
-    """
-
+    _functional = staticmethod(adamw)
     sparse_error = SPARSE_ERROR
     _names = (
         frozenset({"exp_avg", "exp_avg_sq"}),
@@ -181,22 +177,18 @@ class SwapHyperAdamW(TorchSwapMixin, _Base):
         *,
         swap_config: SwapOptimizerConfig | None = None,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-            maximize=maximize,
-        )
+        options: dict[str, Any] = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "amsgrad": amsgrad, "maximize": maximize,
+        }
+        super().__init__(params, **options)
         config = SwapOptimizerConfig() if swap_config is None else swap_config
         self.refuse_config(config, self.param_groups)
         self.init_swap(config)
 
     @classmethod
-    def originals(cls) -> tuple[type[Optimizer], ...]:
-        """The classes whose instances convert to this one: HyperParallel's and ours."""
-        return tuple(dict.fromkeys((_Base, HyperAdamW)))
-
-    @classmethod
     def original_class(cls) -> type | None:
-        return _Base if cls is SwapHyperAdamW else None
+        return next((key for key, value in SWAP_CLASSES.items() if value is cls), None)
 
     @classmethod
     def refused_flags(cls, group: ParamGroup) -> list[str]:
@@ -213,7 +205,8 @@ class SwapHyperAdamW(TorchSwapMixin, _Base):
         return {}
 
     def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
-        return 0  # the fused implementation makes no temporaries
+        # The functional makes one `step` per call, and calls follow each other.
+        return DEVICE_ALIGNMENT_NBYTES
 
     def begin_update(self) -> None:
         for group in self.param_groups:
@@ -222,7 +215,31 @@ class SwapHyperAdamW(TorchSwapMixin, _Base):
     def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
         group = self.param_groups[group_index]
         lists = UpdateLists.of(units, group["amsgrad"])
-        _functional(
+        self._functional(
             lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
             **functional_options(group),
         )
+
+
+class SwapHyperAdamW(HyperAdamWSwapMixin, _Base):
+    """HyperParallel's AdamW with its moments in pinned host memory between steps.
+
+    Takes the original's arguments and ``swap_config``. ``group["step"]`` advances once per call,
+    however many batches the group is cut into. Where ``hyper_parallel`` is not installed, the
+    original is :class:`HyperAdamW`.
+
+    Raises:
+        ValueError: a configuration that does not fit, before anything changed.
+    """
+
+    _functional = staticmethod(_functional)
+
+
+class SwapOwnHyperAdamW(HyperAdamWSwapMixin, HyperAdamW):
+    """What a :class:`HyperAdamW` converts to where ``hyper_parallel`` is installed."""
+
+
+# By the class of the original; the last entry wins where the two are the same.
+SWAP_CLASSES: dict[type[Optimizer], type[HyperAdamWSwapMixin]] = {
+    HyperAdamW: SwapOwnHyperAdamW, _Base: SwapHyperAdamW,
+}

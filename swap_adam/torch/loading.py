@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from swap_adam.config import STATE_KEYS
 from swap_adam.slot import Residency
+from swap_adam.torch.resident import Candidate
 from swap_adam.torch.state import Incoming, TorchSlot, TorchUnit, local, make_slot, may_load
 
 if TYPE_CHECKING:
@@ -42,13 +43,18 @@ class Loading:
             (group_index, param)
             for group_index, group in enumerate(groups) for param in group["params"]
         )
-        for param_index, (key, (group_index, param)) in enumerate(zip(keys, owners)):
-            entry = states.get(key)
-            if not isinstance(entry, dict):
-                continue
+        entries = [
+            (key, param_index, group_index, param, self._eligible(param, states.get(key)))
+            for param_index, (key, (group_index, param)) in enumerate(zip(keys, owners))
+        ]
+        resident = self._optimizer.resident
+        resident.choose(
+            Candidate(param, name, local(value).numel() * param.element_size())
+            for _, _, _, param, values in entries for name, value in values.items()
+        )
+        for key, param_index, group_index, param, eligible in entries:
             values = {
-                name: entry[name] for name in STATE_KEYS
-                if may_load(param, name, entry.get(name), self._optimizer.swap_config)
+                name: value for name, value in eligible.items() if not resident.keeps(param, name)
             }
             if values:
                 unit = TorchUnit(
@@ -58,10 +64,20 @@ class Loading:
                 unit.slots.extend(self._slot(param, name, value) for name, value in values.items())
                 self._incoming.append((unit, values))
                 states[key] = {
-                    name: Incoming() if name in values else value for name, value in entry.items()
+                    name: Incoming() if name in values else value
+                    for name, value in states[key].items()
                 }
         self._optimizer.add_slots(self._new)
         return {**saved, "state": states, "param_groups": self._keep_own_flags(saved_groups)}
+
+    def _eligible(self, param: Tensor, entry: object) -> dict[str, Tensor]:
+        """The states of a parameter's ``entry`` that may be swapped."""
+        if not isinstance(entry, dict):
+            return {}
+        return {
+            name: entry[name] for name in STATE_KEYS
+            if may_load(param, name, entry.get(name), self._optimizer.swap_config)
+        }
 
     def bring_in(self, _: Optimizer) -> None:
         """Copy the values that were held back to their slots and show them."""

@@ -15,8 +15,10 @@ from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.device import DeviceSwap
 from swap_adam.mixin import SwapPipelineMixin, weakly
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
-from swap_adam.torch.backend import TorchBackend
+from swap_adam.torch.backend import TorchBackend, outside_graphs
 from swap_adam.torch.loading import Loading
+from swap_adam.torch.prefetch_hook import PrefetchHook
+from swap_adam.torch.resident import Candidate, ResidentStates
 from swap_adam.torch.state import (
     ParamState,
     TorchSlot,
@@ -50,6 +52,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     param_groups: list[ParamGroup]
     defaults: dict[str, Any]
     _swap_units: dict[Tensor, TorchUnit]
+    _swap_resident: ResidentStates
+    _swap_prefetch_hook: PrefetchHook | None
     _swap_entries: dict[int, TorchUnit]
     _swap_warned_flags: bool
 
@@ -96,6 +100,11 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     def init_swap(self, config: SwapOptimizerConfig) -> None:
         super().init_swap(config)
         self._swap_units = {}
+        self._swap_resident = ResidentStates(config.resident_nbytes)
+        self._swap_prefetch_hook = PrefetchHook(self) if config.prefetch_in_backward else None
+        if self._swap_prefetch_hook is not None:
+            for group in self.__dict__.get("param_groups", ()):  # none yet when unpickling
+                self._swap_prefetch_hook.attach(group["params"])
         self._swap_warned_flags = False
 
     @classmethod
@@ -121,6 +130,9 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if "_swap_units" in self.__dict__ and isinstance(param_group, dict):
             self.refuse_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        hook: PrefetchHook | None = self.__dict__.get("_swap_prefetch_hook")
+        if hook is not None:
+            hook.attach(self.param_groups[-1]["params"])
 
     # Step
 
@@ -148,15 +160,16 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         self.run_swap_step()
         return loss
 
-    @torch._disable_dynamo
+    @outside_graphs
     def run_swap_step(self) -> None:
-        # Streams, events and pinned memory have no place in a graph: torch.compile passes by.
         try:
             super().run_swap_step()
         finally:
             # Gradients belong to the user, who may free them now: no unit keeps one alive.
             for unit in self._swap_units.values():
                 unit.grad = unit.param
+            if self._swap_prefetch_hook is not None:
+                self._swap_prefetch_hook.has_fired = False
 
     def _init_group(self, group: ParamGroup, *_: object) -> bool:
         """The original's ``step`` was bound before the conversion (accelerate keeps it): do ours.
@@ -290,6 +303,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         """
         values: list[tuple[SwapSlot[Tensor], ParamState, Tensor]] = []
         made: list[ParamState] = []
+        self._choose_resident(units)
         try:
             for unit in units:
                 if not unit.param_state:
@@ -308,6 +322,27 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                 param_state[slot.name] = value
             raise
 
+    def _choose_resident(self, units: Sequence[TorchUnit]) -> None:
+        """Decide which states of ``units`` stay on the device, or are made there."""
+        candidates = []
+        for unit in units:
+            param, param_state = unit.owner, unit.param_state
+            previous = self._swap_units.get(param)
+            if previous is not None and previous.device != unit.device:
+                self.resident.forget(param, previous.device)
+            names = self.state_names(self.param_groups[unit.group_index])
+            for name in filter(names.__contains__, STATE_KEYS):
+                # A state that is still to be made is like the parameter.
+                value = param_state.get(name) if param_state else param
+                if (
+                    isinstance(value, Tensor)
+                    and value.device == param.device
+                    and may_adopt(param, name, value, self.swap_config)
+                ):
+                    part = local(value)
+                    candidates.append(Candidate(param, name, part.numel() * part.element_size()))
+        self.resident.choose(candidates)
+
     def _make_state(self, unit: TorchUnit) -> None:
         """A new state as the original makes it; its swapped moments get zeros on the host only."""
         param, param_state = unit.owner, unit.param_state
@@ -316,7 +351,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         for name in STATE_KEYS:
             if name not in self.state_names(group):
                 continue
-            if may_swap(param, name, self.swap_config):
+            if may_swap(param, name, self.swap_config) and not self.resident.keeps(param, name):
                 slot = make_slot(param, name, param, param_state)
                 unit.slots.append(slot)
                 param_state[name] = None  # keeps the original's order of keys
@@ -346,7 +381,11 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                 and previous.param_state is param_state
             ):
                 unit.slots.append(slot)
-            elif isinstance(value, Tensor) and may_adopt(param, name, value, self.swap_config):
+            elif (
+                isinstance(value, Tensor)
+                and may_adopt(param, name, value, self.swap_config)
+                and not (self.resident.keeps(param, name) and value.device == param.device)
+            ):
                 slot = make_slot(param, name, value, param_state)
                 unit.slots.append(slot)
                 values.append((slot, param_state, value))
@@ -379,6 +418,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                 [], [unit for unit in gone if unit.slots and unit.device == device]
             )
         for unit in gone:
+            self.resident.forget(unit.owner, unit.device)
             del self._swap_units[unit.owner]
 
     def _device(self, device: torch.device) -> DeviceSwap[Tensor, torch.Event]:
@@ -420,6 +460,11 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         for device, swap in self._swap_devices.items():
             swap.register([unit for unit in units if unit.device == device], gone=swap.units)
         self._swap_units = {unit.owner: unit for unit in units}
+
+    @property
+    def resident(self) -> ResidentStates:
+        """Which eligible states stay on the device."""
+        return self._swap_resident
 
     def find_slot(self, param: Tensor, name: str) -> TorchSlot | None:
         """The slot that holds the state ``name`` of ``param`` now."""

@@ -1,0 +1,57 @@
+"""Which eligible states stay on the device, up to ``resident_nbytes`` there."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swap_adam.torch.state import local
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An eligible state of a parameter, by its name."""
+
+    param: Tensor
+    name: str
+    nbytes: int
+
+
+class ResidentStates:
+    """The choice, and what is left of the budget of each device.
+
+    A byte that is kept spares two bytes of traffic per step, whichever state it belongs to; so the
+    largest states are taken first: the fewest of them fill the budget, and the batches that remain
+    are of small tensors. What has been chosen once stays chosen.
+    """
+
+    def __init__(self, budget_nbytes: int) -> None:
+        self._budget_nbytes = budget_nbytes
+        self._kept: dict[Tensor, dict[str, int]] = {}
+        self._taken: dict[torch.device, int] = {}
+
+    def choose(self, candidates: Iterable[Candidate]) -> None:
+        """Decide about states that have not been decided about."""
+        if not self._budget_nbytes:
+            return
+        for candidate in sorted(candidates, key=lambda candidate: -candidate.nbytes):
+            device = local(candidate.param).device
+            taken = self._taken.get(device, 0) + candidate.nbytes
+            if taken <= self._budget_nbytes and not self.keeps(candidate.param, candidate.name):
+                self._taken[device] = taken
+                self._kept.setdefault(candidate.param, {})[candidate.name] = candidate.nbytes
+
+    def keeps(self, param: Tensor, name: str) -> bool:
+        """Whether the state ``name`` of ``param`` stays on the device."""
+        return name in self._kept.get(param, ())
+
+    def forget(self, param: Tensor, device: torch.device) -> None:
+        """``param`` has left the optimizer, or ``device``: its states take no budget there."""
+        for nbytes in self._kept.pop(param, {}).values():
+            self._taken[device] -= nbytes
+
+    def nbytes(self, device: torch.device) -> int:
+        """Bytes of eligible states that stay on ``device``."""
+        return self._taken.get(device, 0)
