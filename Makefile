@@ -85,7 +85,7 @@ test-torch: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch tests/drop_in)
 
 test-simulator: .venv/test.stamp
-	$(call pytest_folders,$(PYTEST),tests/simulator)
+	$(call pytest_folders,$(PYTEST),tests/simulator tests/demo)
 
 test-mindspore: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/with_mindspore)

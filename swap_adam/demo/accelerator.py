@@ -66,10 +66,11 @@ class RealAccelerator:
         self.description = str(self._module.get_device_name(device))
 
     def held_nbytes(self) -> int:
-        return int(self._module.memory_allocated(self.device))
+        # Not memory_allocated(), which leaves out what a stream has still to pass.
+        return int(self._module.memory_stats(self.device)["active_bytes.all.current"])
 
     def peak_nbytes(self) -> int:
-        return int(self._module.max_memory_allocated(self.device))
+        return int(self._module.memory_stats(self.device)["active_bytes.all.peak"])
 
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats(self.device)
@@ -169,7 +170,8 @@ def choose_accelerator(name: str, link: str) -> Accelerator:
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = "simulated" if found is None else f"{found.type}:{found.index or 0}"
-    if name == "simulated":  # torch does not know the name before the device is enabled
+    # torch.device() does not know this name before the device is enabled.
+    if name.partition(":")[0] == "simulated":
         return SimulatedAccelerator(link)
     device = torch.device(name)
     there = torch.accelerator.current_accelerator(check_available=True)

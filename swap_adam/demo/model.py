@@ -19,6 +19,10 @@ class ModelSize:
     heads: int = 6
     length: int = 128
 
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of {self.heads}, got {self.width}")
+
 
 class Attention(nn.Module):
     def __init__(self, size: ModelSize) -> None:

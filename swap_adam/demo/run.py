@@ -30,16 +30,17 @@ SHOWN_DIFFERENCES = 5
 def optimizers(swap_times: int) -> dict[str, MakeOptimizer]:
     """What is compared: a name and a constructor each, the reference first."""
 
-    def packed(is_packed: bool) -> SwapOptimizerConfig:
-        return SwapOptimizerConfig(swap_times=swap_times, packed_swap=is_packed)
-
+    per_tensor, packed = (
+        SwapOptimizerConfig(swap_times=swap_times, packed_swap=is_packed)
+        for is_packed in (False, True)
+    )
     return {
         "AdamW": lambda params: AdamW(params, lr=LEARNING_RATE),
         "SwapAdamW per tensor": lambda params: SwapAdamW(
-            params, lr=LEARNING_RATE, swap_config=packed(False)
+            params, lr=LEARNING_RATE, swap_config=per_tensor
         ),
         "SwapAdamW packed": lambda params: SwapAdamW(
-            params, lr=LEARNING_RATE, swap_config=packed(True)
+            params, lr=LEARNING_RATE, swap_config=packed
         ),
     }
 
@@ -50,12 +51,13 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     _make_deterministic()
     try:
+        plan = TrainingPlan(ModelSize(arguments.layers, arguments.width), steps=arguments.steps)
+        make_optimizers = optimizers(arguments.swap_times)
         accelerator = choose_accelerator(arguments.device, arguments.link)
         text = standard_library(TEXT_NBYTES)
-    except (RuntimeError, FileNotFoundError) as error:
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
         console.print(f"[red]{error}[/red]")
         return 2
-    plan = TrainingPlan(ModelSize(arguments.layers, arguments.width), steps=arguments.steps)
     arguments.output.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT(plan.size).parameters())
@@ -64,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
         f"standard library: {plan.steps} steps of {plan.batch_size} x {plan.size.length} bytes."
     )
     console.print(f"Device: {accelerator.description}; torch {torch.__version__}")
-    runs = _train_all(plan, text, accelerator, optimizers(arguments.swap_times), arguments.output,
-                      console)
+    runs = _train_all(plan, text, accelerator, make_optimizers, arguments.output, console)
     return _report(runs, accelerator, f"GPT of {numel / 1e6:.1f}M fp32 parameters; "
                    f"{accelerator.description}", arguments.output, console)
 

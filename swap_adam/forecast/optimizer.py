@@ -76,6 +76,9 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
     def step_batch(self, units: Sequence[UpdateUnit[Bytes]]) -> None:
         sizes = [_param_nbytes(unit) for unit in units]
         if self._implementation == "fused":
+            for unit in units:
+                if unit.pieces_left and not unit.start_numel:
+                    self._backend.kernel(STEP_NBYTES)  # a copy of its step for every piece
             self._backend.kernel(STEP_NBYTES * len(sizes))
             accesses = AMSGRAD_FUSED_ACCESSES if self._amsgrad else FUSED_ACCESSES
             self._backend.kernel(accesses * sum(sizes))
