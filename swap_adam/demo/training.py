@@ -16,6 +16,7 @@ from swap_adam.demo.accelerator import Accelerator, Recording
 from swap_adam.demo.compare import Snapshot, take_snapshot
 from swap_adam.demo.model import GPT, ModelSize
 from swap_adam.demo.text import batches
+from swap_adam.mixin import SwapPipelineMixin
 
 # States are made in the first step; from the third on every step is like the others.
 SETTLED_STEPS = 2
@@ -45,8 +46,8 @@ class Needs:
     """Bytes and times of a settled step; device bytes are the model's and the optimizer's.
 
     ``idle`` is between steps, gradients freed; ``peak`` the most at any time, ``update_peak``
-    the most within ``optimizer.step()``. ``host_nbytes`` are the states' on the host, pinned
-    bytes where the device counts them. ``update_ms`` is what ``step()`` costs the compute
+    the most within ``optimizer.step()``. ``host_nbytes`` are pinned,
+    counted by the device where it does, else by the optimizer. ``update_ms`` is what ``step()`` costs the compute
     stream, ``step_ms`` forward, backward and ``step()`` together; medians.
     """
 
@@ -202,9 +203,6 @@ def train(
 
 
 def _host_nbytes(optimizer: Optimizer) -> int:
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() > 0
-    )
+    if not isinstance(optimizer, SwapPipelineMixin):
+        return 0
+    return sum(report.pinned_nbytes for report in optimizer.swap_report().values())

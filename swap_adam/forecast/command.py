@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
             staging_nbytes=arguments.staging_nbytes,
             state_keys=arguments.state_keys,
             min_numel=arguments.min_numel,
+            resident_nbytes=arguments.resident_nbytes,
+            drain_in_step=arguments.drain_in_step,
             packed_swap=not arguments.per_tensor,
             split_tensors=not arguments.whole_tensors,
         )
@@ -73,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--staging-nbytes", type=int, metavar="N", help="with --swap-times auto")
     config.add_argument("--state-keys", nargs="+", choices=STATE_KEYS)
     config.add_argument("--min-numel", type=int, default=SwapOptimizerConfig.min_numel)
+    config.add_argument("--resident-nbytes", type=int, default=0, metavar="N")
+    config.add_argument("--drain-in-step", action="store_true")
     config.add_argument("--per-tensor", action="store_true", help="packed_swap=False")
     config.add_argument("--whole-tensors", action="store_true", help="split_tensors=False")
     link = parser.add_argument_group("the link, see docs/simulator.md")

@@ -82,7 +82,7 @@ def forecast(
         times[link] = _time_step(optimizer, backend)
     plan, store = optimizer.swap.plan, optimizer.swap.store
     batches = [] if plan is None else plan.batches
-    param_nbytes = sum(spec.numel * spec.itemsize for spec in params)
+    param_nbytes = sum(spec.nbytes for spec in params)
     return Forecast(
         param_count=len(params),
         param_nbytes=param_nbytes,

@@ -42,23 +42,41 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
         self._backend = backend
         self._amsgrad = amsgrad
         self._implementation = implementation
-        self._units = [self._unit(index, spec) for index, spec in enumerate(params)]
+        self._units = self._describe(params)
         self.swap = DeviceSwap(
             backend, self.plan_options(default_packed=True), publish=lambda slot: None,
             scratch_nbytes=self.scratch_nbytes, can_cut=self.can_cut,
+            policy=self.staging_policy(),
         )
         self._swap_devices = {DEVICE: self.swap}
         self.swap.register([unit for unit in self._units if unit.slots])
 
-    def _unit(self, index: int, spec: ParamSpec) -> UpdateUnit[Bytes]:
-        nbytes = spec.numel * spec.itemsize
+    def _describe(self, params: Sequence[ParamSpec]) -> list[UpdateUnit[Bytes]]:
+        """A unit per parameter; ``resident_nbytes`` keeps the largest states, as the library."""
         config = self.swap_config
-        slots: list[SwapSlot[Bytes]] = [
-            SwapSlot(name, (spec.numel,), (1,), spec.dtype, DEVICE, spec.numel, nbytes)
+        eligible = [
+            (index, name)
+            for index, spec in enumerate(params)
             for name in self.state_names()
             if config.wants(name) and spec.numel >= max(config.min_numel, 1)
         ]
-        return UpdateUnit(0, index, Bytes(nbytes), Bytes(nbytes), slots, spec.numel)
+        room = config.resident_nbytes
+        kept: set[tuple[int, str]] = set()
+        for index, name in sorted(eligible, key=lambda state: -params[state[0]].nbytes):
+            if params[index].nbytes <= room:
+                room -= params[index].nbytes
+                kept.add((index, name))
+        units = [
+            UpdateUnit(0, index, Bytes(spec.nbytes), Bytes(spec.nbytes), [], spec.numel)
+            for index, spec in enumerate(params)
+        ]
+        for index, name in eligible:
+            if (index, name) not in kept:
+                spec = params[index]
+                units[index].slots.append(SwapSlot(
+                    name, (spec.numel,), (1,), spec.dtype, DEVICE, spec.numel, spec.nbytes
+                ))
+        return units
 
     def state_names(self) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")

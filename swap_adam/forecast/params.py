@@ -34,6 +34,10 @@ class ParamSpec:
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
 
 def parse_params(text: str) -> list[ParamSpec]:
     """``[COUNT*]SHAPE[:DTYPE]``, such as ``4096``, ``11008x4096`` or ``32*4096x4096:bfloat16``.

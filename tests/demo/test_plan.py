@@ -152,3 +152,18 @@ def test_the_command_exits_with_2_for_what_it_cannot_plan(
 ) -> None:
     assert main(["plan", *options]) == 2
     assert capsys.readouterr().err
+
+
+def test_resident_states_are_those_that_the_library_keeps() -> None:
+    config = SwapOptimizerConfig(resident_nbytes=10_000_000)
+    found = forecast([ParamSpec(shape) for shape in SHAPES], config)
+    params = [torch.nn.Parameter(torch.zeros(shape, device="simulated")) for shape in SHAPES]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = SwapAdamW(params, swap_config=config)
+    optimizer.step()
+    (report,) = optimizer.swap_report().values()
+    assert found.swapped_nbytes == report.swapped_nbytes
+    assert found.pinned_nbytes == report.pinned_nbytes
+    assert found.batch_count == report.batch_count
+    assert found.staging_nbytes == report.staging_nbytes
