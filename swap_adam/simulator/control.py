@@ -54,11 +54,12 @@ def enable(device_count: int | None = None) -> None:
     if taken != _NAME:
         rename_privateuse1_backend(_NAME)
     native.load(str(path), count)
-    from swap_adam.simulator import device
+    from swap_adam.simulator import device, distributed
 
     torch._register_device_module(_NAME, device)
     generate_methods_for_privateuse1_backend(for_storage=True)
     device.watch_saving()
+    distributed.register()
     _device_count = count
     configure(costs=LINKS["pcie4"])
     atexit.register(_report)

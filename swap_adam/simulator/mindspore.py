@@ -28,7 +28,7 @@ from mindspore.common.api import _pynative_executor
 from numpy.typing import NDArray
 
 from swap_adam.backend import StreamRole
-from swap_adam.mindspore.backend import numpy_dtype, register_device
+from swap_adam.mindspore.backend import as_parameter, numpy_dtype, register_device
 from swap_adam.slot import SwapSlot
 
 TARGET = "CPU"
@@ -214,7 +214,7 @@ class SimulatedBackend:
         start_numel: int, numel: int,
     ) -> Tensor:
         assert numel == slot.numel  # no tensor is cut on MindSpore
-        return _tensor_at(buffer, offset_nbytes, slot)
+        return as_parameter(_tensor_at(buffer, offset_nbytes, slot), slot.name)
 
     # Copies and their order
 

@@ -11,6 +11,7 @@
 namespace swap_adam {
 
 void watch_host();
+void register_collectives();
 
 namespace {
 
@@ -22,6 +23,7 @@ void start(int64_t device_count) {
   if (!first) return;
   register_lowering();
   watch_host();
+  register_collectives();
 }
 
 int64_t device_count() { return machine().device_count(); }
