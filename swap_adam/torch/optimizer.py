@@ -150,10 +150,12 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if closure is not None:
             if not self.swap_config.allow_closure:
                 raise ValueError(
-                    "step(closure) is refused by default: pass "
-                    "SwapOptimizerConfig(allow_closure=True) to have the closure run once, first, "
-                    "with gradients enabled, or compute the loss before step() and call it "
-                    "without arguments"
+                    "step(closure) is refused by default. To have the closure run once, first, "
+                    "with gradients enabled, construct the optimizer with "
+                    "swap_config=SwapOptimizerConfig(allow_closure=True), or pass that to "
+                    "swap_optimizer(); Lightning needs it, with automatic and with manual "
+                    "optimization. Otherwise compute the loss before step() and call it without "
+                    "arguments"
                 )
             with torch.enable_grad():
                 loss = closure()
