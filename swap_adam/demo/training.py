@@ -46,9 +46,9 @@ class Needs:
     """Bytes and times of a settled step; device bytes are the model's and the optimizer's.
 
     ``idle`` is between steps, gradients freed; ``peak`` the most at any time, ``update_peak``
-    the most within ``optimizer.step()``. ``host_nbytes`` are pinned,
-    counted by the device where it does, else by the optimizer. ``update_ms`` is what ``step()`` costs the compute
-    stream, ``step_ms`` forward, backward and ``step()`` together; medians.
+    the most within ``optimizer.step()``. ``host_nbytes`` are pinned: counted by the device if it
+    does, else by the optimizer. ``update_ms`` is what ``step()`` costs the compute stream,
+    ``step_ms`` forward, backward and ``step()`` together; medians.
     """
 
     param_nbytes: int
