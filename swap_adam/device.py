@@ -40,7 +40,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
     """The registered units of one device and the machinery that updates them.
 
     ``units`` are kept in update order, by ``param_index``. A step calls :meth:`settle`,
-    :meth:`acquire` and :meth:`run`, in this order.
+    :meth:`acquire`, :meth:`begin` and :meth:`run`, in this order.
     """
 
     def __init__(
@@ -145,10 +145,14 @@ class DeviceSwap(Generic[TensorT, EventT]):
         if self._plan is not None and self._plan.host_version == self.store.version:
             self._pipeline.prefetch(self._plan)
 
+    def begin(self) -> None:
+        """Issue the first copy-ins."""
+        if self._plan is not None:
+            self._pipeline.begin(self._plan)
+
     def abandon(self) -> None:
         """Give the memory of :meth:`acquire` back without a step."""
-        if self._plan is not None:
-            self._pipeline.abandon(self._plan)
+        self._pipeline.abandon()
 
     def run(self, update: Updater[TensorT]) -> None:
         """Update the active units; returns with the last copies still in flight."""

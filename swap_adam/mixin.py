@@ -175,8 +175,10 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             for device, _ in devices:
                 device.acquire()
                 acquired.append(device)
+            for device in acquired:
+                device.begin()
             self.begin_update()
-            if resident:
+            if resident:  # hides behind the first copy-ins
                 update(resident)
             while acquired:
                 acquired.pop(0).run(update)

@@ -28,8 +28,6 @@ from swap_adam.slot import Residency, UpdateUnit
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
 
-PREFETCHED_BATCHES = 2
-
 
 class StagingPolicy(Enum):
     """What becomes of a step's device memory when ``run`` returns, its last copies in flight."""
@@ -100,7 +98,7 @@ class Pipeline(Generic[TensorT, EventT]):
         self._in_flight: Sequence[Batch[TensorT, EventT]] = ()
         # Whose memory may be held, from `acquire` until all of it has been given back.
         self._open: StepPlan[TensorT, EventT] | None = None
-        self._prefetched = 0
+        self._copied_in = 0  # batches, before `run`
 
     def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Get the device memory that the step needs, or raise with none of it held.
@@ -108,7 +106,7 @@ class Pipeline(Generic[TensorT, EventT]):
         Where the host is a whole step ahead, the last step's memory is still in use. The host
         then waits for it, which costs the device nothing; else there would be twice as much.
         """
-        if self._prefetched and self._open is plan:
+        if self._copied_in and self._open is plan:
             return
         if not self._keeps(plan):
             self.wait_released()
@@ -120,7 +118,7 @@ class Pipeline(Generic[TensorT, EventT]):
             raise
 
     def prefetch(self, plan: StepPlan[TensorT, EventT]) -> None:
-        """Acquire the step's memory now and issue its first two copy-ins.
+        """Acquire the step's memory now and issue its first copy-ins.
 
         The next :meth:`run` of the same plan goes on from there; whatever else comes first, a
         reader of states or another plan, gives the memory back.
@@ -133,14 +131,18 @@ class Pipeline(Generic[TensorT, EventT]):
                 "no staging memory to fill ahead"
             )
         self.acquire(plan)
+        self.begin(plan)
+
+    def begin(self, plan: StepPlan[TensorT, EventT]) -> None:
+        """Issue the first copy-ins of ``plan``, whose memory has been acquired.
+
+        Whatever is put on the compute stream before :meth:`run` hides behind them.
+        """
         try:
-            self._start()
-            self._in_flight = plan.batches[:PREFETCHED_BATCHES]
-            for batch in self._in_flight:
-                if batch.reuses >= 0:
-                    break
-                self._copy_in(batch)
-                self._prefetched += 1
+            if not self._copied_in:
+                self._in_flight = plan.batches
+                self._start()
+            self._copied_in = self._fill(plan, 0, self._copied_in)
         except BaseException:
             self._close_after_fault()
             raise
@@ -159,13 +161,10 @@ class Pipeline(Generic[TensorT, EventT]):
             self.wait_released()
 
     def run(self, plan: StepPlan[TensorT, EventT], update: Updater[TensorT]) -> None:
-        """Update every batch of ``plan``, whose memory has been acquired."""
-        copied_in, self._prefetched = self._prefetched, 0
+        """Update every batch of ``plan``, which has begun."""
+        copied_in, self._copied_in = self._copied_in, 0
         index = 0
-        self._in_flight = plan.batches
         try:
-            if not copied_in:
-                self._start()
             for index, batch in enumerate(plan.batches):
                 copied_in = self._fill(plan, index, copied_in)
                 self._update(batch, batch.units, update)
@@ -177,9 +176,9 @@ class Pipeline(Generic[TensorT, EventT]):
             raise
         self._close(plan, after_fault=False)
 
-    def abandon(self, plan: StepPlan[TensorT, EventT]) -> None:
+    def abandon(self) -> None:
         """Give the memory of :meth:`acquire` back without having run."""
-        self._close(plan, after_fault=True)
+        self._close_after_fault()
 
     def __del__(self) -> None:
         # Memory that is held beyond a step may not go before the copies that use it.
@@ -201,7 +200,7 @@ class Pipeline(Generic[TensorT, EventT]):
         else:
             self._release(plan, StreamRole.COPY_OUT)
         self._open = None
-        self._prefetched = 0
+        self._copied_in = 0
 
     def _start(self) -> None:
         """Copy-ins wait for what the compute stream still does with the staging memory, and for

@@ -63,6 +63,7 @@ class Model:
         active = self.units if active is None else active
         self.device.settle(active, check_held)
         self.device.acquire()
+        self.device.begin()
         updater: Any = Updater(self.update)
         self.device.run(updater)
         for unit in active:
@@ -276,6 +277,7 @@ def test_a_fault_at_any_call_leaves_every_parameter_old_or_new_or_named_torn(
         try:
             model.device.settle(model.units, False)
             model.device.acquire()
+            model.device.begin()
             model.device.run(updater)
         except OSError:
             pass
@@ -329,6 +331,7 @@ def test_a_fault_inside_the_update_names_what_is_torn(core: Any, packed: bool) -
         updater: Any = Updater(model.update)
         model.device.settle(model.units, False)
         model.device.acquire()
+        model.device.begin()
         with pytest.raises(KeyboardInterrupt):
             model.device.run(updater)
         progress = updater.progress
