@@ -6,14 +6,15 @@ whole, contiguous tensors of equal shape and dtype.
 """
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import mindspore
-from mindspore import Tensor, mint
+from mindspore import Parameter, Tensor, mint
 from mindspore.graph._utils.check_jit_forbidden_api import jit_forbidden_register
 from mindspore.runtime import Event, Stream, StreamCtx, current_stream
 
@@ -55,6 +56,24 @@ def find_backend(target: str) -> BackendFactory | None:
     return _factories.get(target)
 
 
+@functools.cache
+def numpy_dtype(dtype: Hashable) -> Any:
+    """NumPy's dtype for one of MindSpore's, bfloat16 included."""
+    return Tensor(0, dtype).asnumpy().dtype
+
+
+def as_parameter(view: Tensor, name: str) -> Parameter:
+    """A Parameter that *is* ``view``.
+
+    The update must be given Parameters: where MindSpore wraps a kernel in casts (``nn.Adam`` in
+    fp16), it writes the results back to Parameters only, and loses those of other tensors. It
+    does so for the rest of the process, since it caches how it ran the operation first.
+    """
+    parameter = Parameter(Tensor([0], view.dtype), name=name, requires_grad=False)
+    parameter.set_data(view)
+    return parameter
+
+
 def host_owner(tensor: Tensor) -> object:
     """The object that every NumPy view of a host tensor's memory refers to."""
     return tensor.asnumpy().base
@@ -94,8 +113,7 @@ class AscendBackend:
     def host_tensor(self, slab: Tensor, slot: SwapSlot[Tensor]) -> Tensor:
         # Over the slab's memory, not a view of the slab: a view would be saved with all of it.
         start = slot.host_offset_nbytes
-        dtype = mindspore.dtype_to_nptype(slot.dtype)
-        part = slab.asnumpy()[start:start + slot.storage_nbytes].view(dtype)
+        part = slab.asnumpy()[start:start + slot.storage_nbytes].view(numpy_dtype(slot.dtype))
         return Tensor.from_numpy(part.reshape(slot.shape))
 
     def host_copy(self, target: Tensor, source: Tensor) -> None:
@@ -139,7 +157,7 @@ class AscendBackend:
     ) -> Tensor:
         assert numel == slot.numel  # no tensor is cut on MindSpore
         part = buffer[offset_nbytes:offset_nbytes + slot.storage_nbytes]
-        return part.view(slot.dtype).view(slot.shape)
+        return as_parameter(part.view(slot.dtype).view(slot.shape), slot.name)
 
     # Copies and their order
 

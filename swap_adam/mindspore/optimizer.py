@@ -123,6 +123,12 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
                 "include_master_params=True needs an optimizer that owns fp32 masters (MindFormers "
                 f"AdamW); {name} owns none: leave it at False"
             )
+        for field in ("resident_nbytes", "keep_staging", "drain_in_step", "prefetch_in_backward"):
+            if getattr(config, field):
+                raise ValueError(
+                    f"{field}={getattr(config, field)!r} is for PyTorch only; leave it at "
+                    f"{getattr(SwapOptimizerConfig(), field)!r}"
+                )
         keys = config.state_keys
         if keys is not None and "max_exp_avg_sq" in keys and not self.has_amsgrad():
             raise ValueError(
@@ -192,6 +198,17 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             self._swap_results = {}
             for unit in self._swap_units:
                 unit.grad = unit.param
+
+    def prefetch(self) -> None:
+        """Refused: a state may be written at any time up to the next update, unnoticed.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "prefetch() is not supported on MindSpore: states are Parameters that may be written "
+            "up to the next update without notice; call the optimizer without it"
+        )
 
     def run_original(self) -> object:
         """The step, with what the original returns."""
