@@ -334,10 +334,18 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   storage.set_nbytes(nbytes);
 }
 
+// torch's own error for a view of a released storage tells sizes only.
+at::Tensor as_strided(
+    const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides,
+    std::optional<int64_t> offset) {
+  if (c10::multiply_integers(sizes) != 0) check_alive(self, "aten::as_strided");
+  return at::native::as_strided_tensorimpl(self, sizes, strides, offset);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
-  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("as_strided", &as_strided);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("resize_", &resize_);
