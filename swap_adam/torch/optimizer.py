@@ -196,7 +196,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             required = self.state_names(group)
             with_grad: list[Tensor] = []
             seen: dict[Tensor, TorchUnit] | None = None
-            if len(set(group["params"])) < len(group["params"]):
+            if len(set(map(id, group["params"]))) < len(group["params"]):
                 seen = {}
             for param in group["params"]:
                 param_index += 1

@@ -22,32 +22,29 @@ class UpdateLists:
     @classmethod
     def of(cls, units: Sequence[TorchUnit], amsgrad: bool) -> UpdateLists:
         lists = cls([], [], [], [], [])
+        params, grads = lists.params, lists.grads
+        columns = [("exp_avg", lists.exp_avgs), ("exp_avg_sq", lists.exp_avg_sqs)]
+        if amsgrad:
+            columns.append(("max_exp_avg_sq", lists.max_exp_avg_sqs))
         for unit in units:
+            whole = unit.whole
+            is_distributed = as_dtensor(unit.param) is not None
             for _ in range(unit.repeats):
-                lists._append(unit, amsgrad)
+                params.append(unit.param if whole is None else piece_of(whole.param, unit))
+                grads.append(unit.grad if whole is None else piece_of(whole.grad, unit))
+                for name, column in columns:
+                    staged = unit.states.get(name)
+                    if staged is None or is_distributed:
+                        staged = _shown(unit, name, staged, is_distributed)
+                    column.append(staged)
         return lists
 
-    def _append(self, unit: TorchUnit, amsgrad: bool) -> None:
-        if unit.whole is None:
-            self.params.append(unit.param)
-            self.grads.append(unit.grad)
-        else:
-            self.params.append(piece_of(unit.whole.param, unit))
-            self.grads.append(piece_of(unit.whole.grad, unit))
-        self.exp_avgs.append(_state(unit, "exp_avg"))
-        self.exp_avg_sqs.append(_state(unit, "exp_avg_sq"))
-        if amsgrad:
-            self.max_exp_avg_sqs.append(_state(unit, "max_exp_avg_sq"))
 
-
-def _state(unit: TorchUnit, name: str) -> Tensor:
-    """A state on the device: staged or resident, in the form that the parameter is passed in."""
-    staged = unit.states.get(name)
-    if as_dtensor(unit.owner) is not None and as_dtensor(unit.param) is not None:
+def _shown(unit: TorchUnit, name: str, staged: Tensor | None, is_distributed: bool) -> Tensor:
+    """A state in the form that the parameter is passed in, resident where it is not ``staged``."""
+    if is_distributed:
         value: Tensor = unit.param_state[name]
         return value if staged is None else shown_as(unit.owner, staged)
-    if staged is not None:
-        return staged
     value = local(unit.param_state[name])
     return value if unit.whole is None else piece_of(value, unit)
 
