@@ -93,12 +93,12 @@ class Pipeline(Generic[TensorT, EventT]):
     def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
         self._backend = backend
         self._policy = policy
-        self._started = backend.make_event()
-        self._landed = backend.make_event()
-        self._in_flight: Sequence[Batch[TensorT, EventT]] = ()
         # Whose memory may be held, from `acquire` until all of it has been given back.
         self._open: StepPlan[TensorT, EventT] | None = None
+        self._in_flight: Sequence[Batch[TensorT, EventT]] = ()
         self._copied_in = 0  # batches, before `run`
+        self._started = backend.make_event()
+        self._landed = backend.make_event()
 
     def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Get the device memory that the step needs, or raise with none of it held.
@@ -306,8 +306,8 @@ class PackedPipeline(Pipeline[TensorT, EventT]):
     """Batches in one staging area, each where the bytes are free the earliest."""
 
     def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
+        self._kept: TensorT | None = None  # first: __del__ looks at it
         super().__init__(backend, policy)
-        self._kept: TensorT | None = None
 
     def _keeps(self, plan: StepPlan[TensorT, EventT]) -> bool:
         return self._open is None and self._kept is not None and self._kept is plan.staging
