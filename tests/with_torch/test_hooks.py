@@ -21,6 +21,17 @@ from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
 from swap_adam.torch import SwapAdamW
 
 CONFIG = {"swap_times": 20}
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch puts the hooks around ``step`` on the class, when an instance is first made: undo
+    what other tests have had done, so that each way to make an optimizer stands by itself."""
+    for cls in SWAP_CLASS.values():
+        if "step" in vars(cls):
+            monkeypatch.delattr(cls, "step")
+
+
 each_class = pytest.mark.parametrize("original", [Adam, AdamW])
 MADE = ["constructed", "converted", "converted_after_training", "unswapped"]
 
@@ -74,6 +85,7 @@ def test_a_subclass_with_its_own_step_runs_hooks_as_a_native_subclass_does() -> 
 
     counts = []
     for parent in (AdamW, SwapAdamW):
+        parent(make_params())  # puts the hooks around the parent's step
         optimizer = type("MyAdamW", (Mine, parent), {})(make_params())
         calls: list[int] = []
         optimizer.register_step_post_hook(lambda o, args, kwargs: calls.append(1))
@@ -208,7 +220,45 @@ def test_a_scheduler_made_before_or_after_the_conversion_goes_on(
     assert native.param_groups[0]["lr"] == swapped.param_groups[0]["lr"]
     assert type(swapped) is SWAP_CLASS[original]
     assert swapped._swap_devices  # our step ran, not the one that the scheduler had wrapped
+    with pytest.raises(ValueError, match="allow_closure"):
+        swapped.step(lambda: pytest.fail("the closure was run"))
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+@each_class
+def test_a_scheduler_goes_on_after_the_conversion_is_undone(original: type[Optimizer]) -> None:
+    def run(swapped: bool) -> Optimizer:
+        optimizer = original(make_params(), lr=0.1)
+        scheduler = StepLR(optimizer, 2, 0.5)
+        for turn in range(3):
+            if swapped and turn != 1:
+                swap_optimizer(optimizer, SwapOptimizerConfig(**CONFIG))
+            elif swapped:
+                unswap_optimizer(optimizer)
+            train(optimizer, range(2 * turn, 2 * turn + 2),
+                  after_step=lambda step: scheduler.step())
+        return optimizer
+
+    native, swapped = run(False), run(True)
+    assert_same_training(native, swapped)
+    assert native.param_groups[0]["lr"] == swapped.param_groups[0]["lr"]
+
+
+@each_class
+def test_a_bound_step_taken_before_the_conversion_runs_the_converted_optimizer(
+    original: type[Optimizer],
+) -> None:
+    """As accelerate and others keep it."""
+    native, converted = original(make_params()), original(make_params())
+    steps = [optimizer.step for optimizer in (native, converted)]
+    swap_optimizer(converted, SwapOptimizerConfig(**CONFIG))
+    for optimizer, step in zip((native, converted), steps):
+        for turn in range(3):
+            for index, param in enumerate(params_of(optimizer)):
+                param.grad = dense_gradient(turn, index, param)
+            step()
+    assert_same_training(native, converted)
+    assert converted.state[params_of(converted)[0]]["exp_avg"].device.type == "cpu"
 
 
 def test_gradient_hooks_that_step_during_backward() -> None:
