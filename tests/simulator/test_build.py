@@ -110,3 +110,18 @@ def test_wrong_configuration_is_refused(device: str, wrong: dict[str, object], m
 
     with pytest.raises(ValueError, match=match):
         simulator.configure(**wrong)
+
+
+def test_violation_of_the_last_operation_is_not_lost(device: str, tmp_path: Path) -> None:
+    code = (
+        "import torch, swap_adam.simulator as s\n"
+        "s.enable()\n"
+        "state, host = torch.ones(8, device='simulated'), torch.ones(8).pin_memory()\n"
+        "torch.accelerator.synchronize()\n"
+        "with torch.Stream('simulated'): host.copy_(state, non_blocking=True)\n"
+        "del state"
+    )
+    env = environment(build.cache_folder())
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "1 violations that nobody was told of, the first: freed in flight" in done.stderr

@@ -114,6 +114,10 @@ std::vector<std::string> violations(bool clear) {
   if (clear) machine().forget_found();
   return result;
 }
+std::vector<std::string> not_raised() {
+  auto guard = machine().lock();
+  return machine().not_raised();
+}
 std::vector<int64_t> counters() {
   const auto& c = machine().counters;
   return {c.copies_in, c.bytes_in, c.copies_out, c.bytes_out, c.copies_peer, c.bytes_peer,
@@ -190,6 +194,7 @@ TORCH_LIBRARY(swap_adam_simulator, m) {
   m.def("reset_pinned_peak", &reset_pinned_peak);
   m.def("memory_timeline", &memory_timeline);
   m.def("violations", &violations);
+  m.def("not_raised", &not_raised);
   m.def("counters", &counters);
   m.def("reset_counters", &reset_counters);
   m.def("log_operations", &log_operations);

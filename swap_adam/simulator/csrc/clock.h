@@ -66,6 +66,9 @@ class Clock {
   MarkPtr mark(uint32_t stream);
   void wait(uint32_t stream, const MarkPtr& mark);
   void advance() { run_until(now_); }
+  bool idle(uint32_t stream) const {
+    return lanes_[stream].entries.empty() && lanes_[stream].end <= now_;
+  }
   bool passed(const MarkPtr& mark);  // by now
   void block(const MarkPtr& mark);   // the host waits for it; the cost of waiting is the caller's
   Seconds time(const MarkPtr& mark) const { return mark->run == run_ ? mark->time : 0; }

@@ -139,8 +139,9 @@ void Machine::host_wait_stream(uint32_t timeline) {
 void Machine::host_wait_device(int device) {
   auto guard = lock();
   std::vector<Event> events;
+  clock.advance();
   for (uint32_t timeline = 1; timeline < devices_.size(); ++timeline)
-    if (devices_[timeline] == device)
+    if (devices_[timeline] == device && !(clock.idle(timeline) && timelines.host_knows(timeline)))
       events.push_back({clock.mark(timeline), timelines.snapshot(timeline)});
   for (const auto& event : events) {
     clock.block(event.mark);

@@ -137,6 +137,9 @@ class Machine {
   void add_copy(Copy copy);
   void found(std::string text);  // a violation; raised by the next raise_found()
   void raise_found();
+  std::vector<std::string> not_raised() const {
+    return {violations.begin() + static_cast<std::ptrdiff_t>(raised_), violations.end()};
+  }
   void forget_found() {
     violations.clear();
     raised_ = 0;

@@ -51,6 +51,13 @@ class Timelines {
     return false;
   }
 
+  // Whether the host knows of all that this timeline did and waited for.
+  bool host_knows(uint32_t timeline) const {
+    for (const auto& [other, sequence] : known_[timeline])
+      if (sequence > host_[other]) return false;
+    return sequence_[timeline] <= host_[timeline];
+  }
+
   // Everything that comes before what `timeline` does next, itself included.
   Known snapshot(uint32_t timeline) {
     forget(known_[timeline]);
