@@ -5,6 +5,7 @@ import sys
 from typing import TypeVar, cast
 
 from mindspore import nn
+from mindspore.graph.api import _cell_graph_executor
 
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.mindspore.adam import SwapMSAdam
@@ -75,6 +76,7 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
     except BaseException:
         _forget(swapped, original)
         raise
+    _forget_graphs(swapped)
     return cast(OptimizerT, swapped)
 
 
@@ -93,6 +95,7 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
             "to turn it into; construct one and load this optimizer's checkpoint"
         )
     optimizer.bring_back()
+    _forget_graphs(optimizer)
     _forget(optimizer, type(optimizer).original)
     return cast(OptimizerT, optimizer)
 
@@ -102,6 +105,18 @@ def _forget(optimizer: MindSporeSwapMixin, original: type) -> None:
         del optimizer.__dict__[name]
     optimizer.__dict__.pop("swap_config", None)
     object.__setattr__(optimizer, "__class__", original)
+
+
+def _forget_graphs(optimizer: MindSporeSwapMixin) -> None:
+    """Drop what the original's ``construct``, which is jitted, was compiled to.
+
+    A graph keeps the memory that the Parameters had when it was compiled: it would hold the states
+    on the device, and go on with them after the way back. What it was made for has the cell's
+    creation time in its key.
+    """
+    _cell_graph_executor.del_net_res(optimizer, set(optimizer.phase_cache.values()))
+    optimizer.phase_cache.clear()
+    object.__setattr__(optimizer, "_create_time", optimizer._create_time + 1)
 
 
 def _unsupported(optimizer: object) -> TypeError:

@@ -31,8 +31,11 @@ class _DTensor:
     pass
 
 
+HAS_HYPER_PARALLEL = importlib.util.find_spec("hyper_parallel") is not None
+
+
 def _load() -> type:
-    if importlib.util.find_spec("hyper_parallel") is None:
+    if not HAS_HYPER_PARALLEL:
         spec = importlib.util.find_spec("mindformers")
         assert spec is not None and spec.submodule_search_locations
         root = Path(spec.submodule_search_locations[0])

@@ -1,0 +1,213 @@
+"""What cannot be honoured is refused, with a remedy, before anything has changed."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+from ms_mindformers import AdamW, mf_case
+from ms_training import (
+    ADAM_CASES,
+    ADAM_WEIGHT_DECAY_CASES,
+    Case,
+    gradients_of,
+    make_optimizer,
+    make_params,
+    values_of,
+)
+
+from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
+from swap_adam.mindspore import SwapAdamWeightDecay, SwapMFAdamW, SwapMSAdam
+from swap_adam.simulator.mindspore import SimulatedDevice, mindspore_device
+
+ADAM = ADAM_CASES[0]
+ADAM_WEIGHT_DECAY = ADAM_WEIGHT_DECAY_CASES[0]
+AMSGRAD = Case("amsgrad", nn.Adam, lambda: {"use_amsgrad": True})
+MF = mf_case("non-fused", "bf16")
+
+
+def assert_conversion_refused(
+    optimizer: nn.Optimizer, config: SwapOptimizerConfig | None, told: str
+) -> None:
+    original, before = type(optimizer), values_of(optimizer)
+    attributes = set(optimizer.__dict__)
+    with pytest.raises(ValueError, match=told):
+        swap_optimizer(optimizer, config)
+    assert type(optimizer) is original
+    assert set(optimizer.__dict__) == attributes
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("case, config, told", [
+    (ADAM, {"packed_swap": True}, "packed_swap=True is not supported for Adam"),
+    (ADAM_WEIGHT_DECAY, {"packed_swap": True}, "packed_swap=True is not supported for AdamWeig"),
+    (ADAM, {"include_master_params": True}, "needs an optimizer that owns fp32 masters"),
+    (ADAM_WEIGHT_DECAY, {"include_master_params": True}, "needs an optimizer that owns fp32"),
+    (ADAM, {"state_keys": ("max_exp_avg_sq",)}, "exists only with AMSGrad"),
+    (ADAM_WEIGHT_DECAY, {"state_keys": ("max_exp_avg_sq",)}, "exists only with AMSGrad"),
+    (MF, {"state_keys": ("max_exp_avg_sq",)}, "exists only with AMSGrad"),
+], ids=str)
+def test_a_configuration_that_the_optimizer_cannot_honour_is_refused(
+    device: SimulatedDevice | None, case: Case, config: dict[str, Any], told: str
+) -> None:
+    assert_conversion_refused(make_optimizer(case), SwapOptimizerConfig(**config), told)
+    with pytest.raises(ValueError, match=told):
+        make_optimizer(case, SwapOptimizerConfig(**config))
+
+
+@pytest.mark.parametrize("config, told", [
+    ({"state_keys": ("master_param",)}, "needs include_master_params=True"),
+    ({"state_keys": ("exp_avg",), "include_master_params": True}, "omits master_param"),
+    ({"state_keys": ()}, "must not be empty"),
+    ({"state_keys": ("exp_avg", "exp_avg")}, "must not repeat"),
+    ({"state_keys": ("moment1",)}, "unknown key 'moment1'"),
+], ids=str)
+def test_state_keys_that_contradict_themselves_are_refused(
+    config: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        SwapOptimizerConfig(**config)
+
+
+@pytest.mark.parametrize("option", ["use_lazy", "use_offload"])
+def test_another_offload_of_adam_is_refused(device: SimulatedDevice | None, option: str) -> None:
+    optimizer = nn.Adam(make_params(), **{option: True})
+    assert_conversion_refused(optimizer, None, f"{option}=True is not supported")
+    with pytest.raises(ValueError, match=f"{option}=True is not supported"):
+        SwapMSAdam(make_params(), **{option: True})
+
+
+def test_mindformers_own_offload_is_refused(device: SimulatedDevice | None) -> None:
+    with pytest.raises(ValueError, match="enable_cpu_offload"):
+        SwapMFAdamW(make_params(), enable_cpu_offload=True)
+    # The original refuses it too; a version that does not must not get through.
+    optimizer = make_optimizer(MF)
+    optimizer.enable_cpu_offload = True
+    assert_conversion_refused(optimizer, None, "enable_cpu_offload=True is not supported")
+
+
+@pytest.mark.parametrize("case", [ADAM, ADAM_WEIGHT_DECAY, MF], ids=lambda c: c.original.__name__)
+def test_the_parallel_optimizer_is_refused(device: SimulatedDevice | None, case: Case) -> None:
+    optimizer = make_optimizer(case)
+    optimizer.use_parallel = True  # what enable_parallel_optimizer does, on Ascend only
+    assert_conversion_refused(optimizer, None, "use_parallel=True .* is not supported")
+
+
+def _graph_step(optimizer: nn.Optimizer, gradients: tuple[Tensor, ...]) -> object:
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    return optimizer(gradients)
+
+
+def _jitted_step(optimizer: nn.Optimizer, gradients: tuple[Tensor, ...]) -> object:
+    @mindspore.jit
+    def step(*grads: Tensor) -> object:
+        return optimizer(grads)
+
+    return step(*gradients)
+
+
+@pytest.mark.parametrize("case", [ADAM, ADAM_WEIGHT_DECAY, MF], ids=lambda c: c.original.__name__)
+@pytest.mark.parametrize("step", [_graph_step, _jitted_step], ids=["graph mode", "jit"])
+def test_a_compiled_step_is_an_error_that_names_the_reason(
+    device: SimulatedDevice | None, case: Case, step: Callable[..., object]
+) -> None:
+    optimizer = make_optimizer(case, SwapOptimizerConfig())
+    before = values_of(optimizer)
+    gradients = gradients_of(optimizer, case, 0)
+    with pytest.raises(RuntimeError, match="swap_optimizers_run_in_pynative_mode_only"):
+        step(optimizer, gradients)
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("case", [ADAM, ADAM_WEIGHT_DECAY, MF], ids=lambda c: c.original.__name__)
+def test_graph_mode_is_refused_at_construction_and_conversion(
+    device: SimulatedDevice | None, case: Case
+) -> None:
+    optimizer = make_optimizer(case)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    with pytest.raises(ValueError, match="GRAPH_MODE is not supported.*PYNATIVE_MODE"):
+        swap_optimizer(optimizer)
+    with pytest.raises(ValueError, match="GRAPH_MODE is not supported.*PYNATIVE_MODE"):
+        make_optimizer(case, SwapOptimizerConfig())
+    assert type(optimizer) is case.original
+
+
+@pytest.mark.parametrize("case", [ADAM, ADAM_WEIGHT_DECAY, MF], ids=lambda c: c.original.__name__)
+@pytest.mark.parametrize("change, told", [
+    (lambda grads: (grads[0], None, *grads[2:]), r"gradient of layer1.w \(shape \(64,\)\) is None"),
+    (lambda grads: grads[:-1], "expected a tuple of 6 gradients"),
+    (lambda grads: None, "expected a tuple of 6 gradients"),
+    (lambda grads: (grads[1], *grads[1:]), r"layer0.w .* has the shape \(64,\)"),
+], ids=["missing", "too few", "none at all", "wrong shape"])
+def test_a_missing_gradient_is_an_error_and_not_a_crash(
+    device: SimulatedDevice | None, case: Case, change: Callable[..., object], told: str
+) -> None:
+    optimizer = make_optimizer(case, SwapOptimizerConfig())
+    before = values_of(optimizer)
+    with pytest.raises(ValueError, match=told):
+        optimizer(change(gradients_of(optimizer, case, 0)))
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+    optimizer(gradients_of(optimizer, case, 0))
+
+
+class Mine(nn.Adam):
+    pass
+
+
+class MineSwapped(SwapMSAdam):
+    pass
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: Mine(make_params()), "derive your class from SwapMSAdam"),
+    (lambda: nn.Momentum(make_params(), 0.1, 0.9), "other optimizers are not swapped"),
+    (lambda: object(), "cannot convert a builtins.object"),
+], ids=["subclass", "momentum", "object"])
+def test_only_the_exact_originals_are_converted(make: Callable[[], object], told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        swap_optimizer(make())
+
+
+def test_a_subclass_of_a_swap_class_swaps_and_cannot_be_undone(
+    device: SimulatedDevice | None
+) -> None:
+    optimizer = MineSwapped(make_params(), swap_config=SwapOptimizerConfig())
+    optimizer(gradients_of(optimizer, ADAM, 0))
+    with pytest.raises(TypeError, match="derives from a swap class"):
+        unswap_optimizer(optimizer)
+    with pytest.raises(TypeError, match="not a swap optimizer"):
+        unswap_optimizer(make_optimizer(ADAM))
+
+
+def test_a_swap_config_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be a SwapOptimizerConfig or None, got {}"):
+        SwapAdamWeightDecay(make_params(), swap_config={})
+
+
+def test_prefetch_is_refused_since_states_may_be_written_unnoticed(
+    device: SimulatedDevice | None
+) -> None:
+    with pytest.raises(NotImplementedError, match="not supported on MindSpore"):
+        make_optimizer(ADAM, SwapOptimizerConfig()).prefetch()
+
+
+@pytest.mark.simulator_only
+def test_the_simulated_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mindspore, "get_context", lambda name: "Ascend")
+    with pytest.raises(ValueError, match="runs on the CPU, and device_target is 'Ascend'"):
+        with mindspore_device():
+            pass
+
+
+def test_the_originals_own_errors_stay() -> None:
+    with pytest.raises(TypeError, match="beta1"):
+        SwapMSAdam(make_params(), beta1=2)
+    with pytest.raises(ValueError):
+        AdamW([Parameter(Tensor([1.0]), name="p")], eps=-1.0)
