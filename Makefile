@@ -82,7 +82,7 @@ pytest_folders = $(foreach folder,$(2),$(if $(wildcard $(folder)),,$(info No $(f
 	$(wildcard $(2)),$(1) $(wildcard $(2)))
 
 test-torch: .venv/test.stamp
-	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch tests/drop_in)
+	$(call pytest_folders,$(PYTEST),tests/core tests/packaging tests/with_torch tests/drop_in tests/speed)
 
 test-simulator: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/simulator tests/demo)
