@@ -1,6 +1,7 @@
 """Lightning: automatic and manual optimization, resuming, and what must be set for it."""
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,9 @@ def test_resuming_with_states_that_do_not_fit_the_device(
         module = module_class(swap_adamw)
         trainer = fit(module, tmp_path, 1)
         trainer.save_checkpoint(tmp_path / "checkpoint.ckpt")
+        del module, trainer
+        gc.collect()
+        torch.simulated.synchronize()
         torch.simulated.reset_peak_memory_stats()
         before = simulator.memory_held()
         resumed = module_class(swap_adamw)
