@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import mindspore
 import pytest
@@ -32,8 +33,10 @@ def device() -> Iterator[SimulatedDevice | None]:
 
 
 @pytest.fixture(autouse=True)
-def _pynative() -> Iterator[None]:
-    """Every test starts in PyNative mode, whatever the one before it has set."""
+def _pynative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts in PyNative mode, whatever the one before it has set, and in a folder of
+    its own: MindSpore writes files about graphs that it cannot compile into the current one."""
+    monkeypatch.chdir(tmp_path)
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     yield
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
