@@ -9,14 +9,26 @@ import pytest
 import swap_adam.simulator as simulator
 import torch
 from swap_adam.bench import command, main
-from swap_adam.bench.accelerators import Link, SimulatedAccelerator, choose_accelerator
-from swap_adam.bench.contenders import PACKED, SINGLE_STREAM, Contender, all_contenders
+from swap_adam.bench.accelerators import (
+    Link,
+    RealAccelerator,
+    SimulatedAccelerator,
+    choose_accelerator,
+)
+from swap_adam.bench.contenders import (
+    NATIVE_FUSED,
+    PACKED,
+    SINGLE_STREAM,
+    Contender,
+    all_contenders,
+)
 from swap_adam.bench.grids import label
 from swap_adam.bench.json_report import as_record
 from swap_adam.bench.measurement import measure
 from swap_adam.bench.workloads import RFC, SMALL_GIANT, Workload
 
 TWO = Workload("two", "two tensors", ((256, 1024), (1024,)))
+EIGHT = Workload("eight", "eight large tensors", ((1024, 1024),) * 8)
 
 
 def test_limits() -> None:
@@ -54,6 +66,20 @@ def test_one_copy_stream_is_one(accelerator: SimulatedAccelerator) -> None:
         optimizer.step()
     copies = {one.stream for one in operations if one.kind in ("copy_in", "copy_out")}
     assert len(copies) == 1
+
+
+def test_what_is_used_on_a_real_device(accelerator: SimulatedAccelerator) -> None:
+    """It knows nothing of the simulated one: speeds and times are those that it measures."""
+    real = RealAccelerator(accelerator.device)
+    (link,) = real.links()
+    assert link.in_gb_per_s == pytest.approx(25, rel=0.01)
+    ours, native = (
+        list(measure(real, EIGHT, contender, [link]))[0] for contender in (PACKED, NATIVE_FUSED)
+    )
+    assert 1.0 <= ours.over_limit <= 1.1
+    assert native.step_ms < 0.1 * ours.step_ms
+    assert ours.tail_ms == pytest.approx(0.0, abs=1e-6)
+    assert ours.counters is None
 
 
 def test_command(
