@@ -55,6 +55,10 @@ class TorchUnit(UpdateUnit[Tensor]):
     _required: frozenset[str] = field(init=False, default=frozenset())
     _seen: int = field(init=False, default=-1)
 
+    def __post_init__(self) -> None:
+        if self.whole is not None:
+            self.param_state = {}  # a piece asks the whole, whose entry's holders are counted
+
     def is_current(self, param_state: ParamState) -> bool:
         """Whether the user has replaced neither the state, nor a part of it, nor the data."""
         if self.param_state is not param_state or not param_state:

@@ -45,8 +45,10 @@ def _shown(unit: TorchUnit, name: str, staged: Tensor | None, is_distributed: bo
     if is_distributed:
         value: Tensor = unit.param_state[name]
         return value if staged is None else shown_as(unit.owner, staged)
-    value = local(unit.param_state[name])
-    return value if unit.whole is None else piece_of(value, unit)
+    if unit.whole is None:
+        return local(unit.param_state[name])
+    assert isinstance(unit.whole, TorchUnit)
+    return piece_of(local(unit.whole.param_state[name]), unit)
 
 
 def steps_of(units: Sequence[TorchUnit]) -> list[Tensor]:
@@ -57,11 +59,11 @@ def steps_of(units: Sequence[TorchUnit]) -> list[Tensor]:
     """
     steps: list[Tensor] = []
     for unit in units:
-        step = unit.param_state["step"]
         if unit.whole is None:
-            steps.extend([step] * unit.repeats)
+            steps.extend([unit.param_state["step"]] * unit.repeats)
             continue
         assert isinstance(unit.whole, TorchUnit)
+        step = unit.whole.param_state["step"]
         if unit.start_numel == 0:  # one kernel copies it for all pieces
             unit.whole.step_copies = list(step.repeat(unit.pieces_left).unbind())
         steps.append(unit.whole.step_copies.pop() if unit.pieces_left else step)

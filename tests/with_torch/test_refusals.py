@@ -269,7 +269,7 @@ def test_a_patched_step_that_cannot_be_carried_over_is_refused_with_a_remedy() -
         ({"packed_swap": "yes"}, TypeError, "packed_swap must be True, False or None, got 'yes'"),
         ({"allow_closure": None}, TypeError, "allow_closure must be True or False"),
         ({"split_tensors": 0}, TypeError, "split_tensors must be True or False"),
-        ({"swap_times": "many"}, ValueError, "swap_times must be an int >= 1 or .auto., got 'many'"),
+        ({"swap_times": "many"}, ValueError, "must be an int >= 1 or .auto., got 'many'"),
         ({"staging_nbytes": 1000}, ValueError, "staging_nbytes=1000 needs swap_times=.auto."),
         ({"swap_times": "auto", "staging_nbytes": 0}, ValueError, "staging_nbytes must be >= 1"),
         ({"resident_nbytes": -1}, ValueError, "resident_nbytes must be >= 0, got -1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -231,3 +232,28 @@ def test_states_between_backward_and_step_are_those_of_the_last_step(packed: boo
         for index, param in enumerate(params_of(optimizer)):
             param.grad = dense_gradient(9, index, param)
     assert_same_training(native, swapped)
+
+
+@pytest.mark.simulator_only
+@pytest.mark.parametrize(
+    "read", [by_item, by_get, by_items, by_state_dict, by_deepcopy, by_pickle]
+)
+def test_a_step_does_not_go_on_waiting_because_states_were_read_once(
+    read: Callable[..., Tensor], packed: bool, simulator: Any
+) -> None:
+    """After a checkpoint or a look at the moments the host runs ahead of the device again."""
+    _, swapped = pair(packed)
+    waits = []
+    for looks in (False, True):
+        train(swapped, 2)
+        if looks:
+            for param in params_of(swapped):
+                read(swapped, param, "exp_avg")
+            train(swapped, 1)
+        gc.collect()  # copies by deepcopy and pickle
+        torch.accelerator.synchronize()
+        simulator.reset_counters()
+        swapped.step()
+        waits.append(simulator.counters().host_waits)
+    assert waits[0] == waits[1]
+    assert waits[0] == 0 or not packed
