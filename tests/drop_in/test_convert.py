@@ -74,9 +74,10 @@ def attach_scaler(run: Training) -> Callable[[], None]:
     return step
 
 
+@pytest.mark.parametrize("native_class, _", CLASSES)
 @pytest.mark.parametrize("stepped", [False, True])
-def test_after_a_scheduler_was_attached(stepped: bool) -> None:
-    native, swapped = training(torch.optim.AdamW), training(torch.optim.AdamW)
+def test_after_a_scheduler_was_attached(native_class, _, stepped: bool) -> None:
+    native, swapped = training(native_class), training(native_class)
     schedules = [attach_scheduler(run) for run in (native, swapped)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
@@ -93,6 +94,16 @@ def test_after_a_scheduler_was_attached(stepped: bool) -> None:
         for schedule in schedules:
             schedule()
     assert_same(native, swapped)
+
+
+def test_a_schedulers_wrapper_runs_the_swap_classs_own_step() -> None:
+    run = training(torch.optim.AdamW)
+    attach_scheduler(run)
+    swap_optimizer(run.optimizer)
+    with pytest.raises(ValueError, match="allow_closure"):
+        run.optimizer.step(lambda: 0.0)
+    unswap_optimizer(run.optimizer)
+    assert run.optimizer.step(lambda: 0.5) == 0.5
 
 
 @pytest.mark.parametrize("fused", [False, True])
