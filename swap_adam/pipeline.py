@@ -106,13 +106,15 @@ class Pipeline(Generic[TensorT, EventT]):
         Where the host is a whole step ahead, the last step's memory is still in use. The host
         then waits for it, which costs the device nothing; else there would be twice as much.
         """
-        if self._copied_in and self._open is plan:
-            return
-        if not self._keeps(plan):
+        is_prefetched = self._copied_in > 0 and self._open is plan
+        if not is_prefetched and not self._keeps(plan):
             self.wait_released()
         self._open = plan
         try:
-            self._acquire(plan)
+            if is_prefetched:  # since when others may have taken what the update needs
+                self._backend.reserve(plan.scratch_nbytes)
+            else:
+                self._acquire(plan)
         except BaseException:
             self._close_after_fault()
             raise
