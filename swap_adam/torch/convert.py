@@ -125,7 +125,7 @@ def _unsupported(optimizer: object) -> TypeError:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     supported = ", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in _swap_classes())
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        remedy = "it wraps an optimizer: convert that one before it is wrapped"
+        remedy = "it wraps an optimizer: convert that one, its attribute `optimizer`"
     elif any(isinstance(optimizer, cls) for cls in _swap_classes()):
         remedy = "derive your class from SwapAdam, SwapAdamW or SwapHyperAdamW instead"
     else:

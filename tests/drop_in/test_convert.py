@@ -190,7 +190,7 @@ def test_only_exact_types() -> None:
         swap_optimizer(training(MyAdamW).optimizer)
     with pytest.raises(TypeError, match="torch.optim.adamw.AdamW"):
         swap_optimizer(training(torch.optim.SGD).optimizer)
-    with pytest.raises(TypeError, match="convert that one before it is wrapped"):
+    with pytest.raises(TypeError, match="convert that one, its attribute"):
         swap_optimizer(WrappingOptimizer(run.optimizer))
     with pytest.raises(TypeError, match="cannot convert a .*Wrapper"):
         swap_optimizer(Wrapper(run.optimizer))

@@ -189,6 +189,28 @@ def test_without_allow_closure_the_error_says_what_to_set(manual: bool, tmp_path
     assert all(torch.equal(param.cpu(), old) for param, old in zip(module.parameters(), before))
 
 
+class ConvertedLate(Module):
+    """Converts in the third batch, when Lightning has long wrapped the optimizer."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.trainer.global_step == 2:
+            with pytest.raises(TypeError, match="convert that one, its attribute"):
+                swap_optimizer(self.optimizers(), CONFIG)
+            swap_optimizer(self.optimizers().optimizer, CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("manual", [False, True])
+def test_converted_when_lightning_has_wrapped_it(manual: bool, tmp_path: Path) -> None:
+    native = Module(native_adamw, manual, schedule=True)
+    swapped = ConvertedLate(native_adamw, manual, schedule=True)
+    trainers = [fit(module, tmp_path, 2) for module in (native, swapped)]
+    assert type(trainers[1].optimizers[0]) is SwapAdamW
+    assert native.losses == swapped.losses
+    assert_same_modules(native, swapped)
+    assert_same_states(*(trainer.optimizers[0] for trainer in trainers))
+
+
 class StatesToTheHost(Module):
     """The remedy of docs/libraries.md: Lightning moves what it loads to the device, all at once."""
 

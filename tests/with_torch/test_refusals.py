@@ -198,7 +198,7 @@ class WrappedOptimizer(Optimizer):
     [
         (lambda: MyAdamW(make_params()), "derive your class from SwapAdam, SwapAdamW"),
         (lambda: SGD(make_params(), lr=0.1), "other optimizers are not swapped"),
-        (lambda: WrappedOptimizer(AdamW(make_params())), "convert that one before it is wrapped"),
+        (lambda: WrappedOptimizer(AdamW(make_params())), "convert that one, its attribute"),
     ],
     ids=["subclass", "another", "wrapped"],
 )
