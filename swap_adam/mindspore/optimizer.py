@@ -87,7 +87,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
                 index, index, local(param), local(param), [], local(param).numel(),
                 resting=self.resting_states(index),
             )
-            for index, param in enumerate(self._parameters)
+            for index, param in enumerate(self.parameters)
         ]
         self._swap_gradients = ()
         self._swap_results = {}
@@ -233,7 +233,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             self._swap_results[unit.param_index] = result
 
     def describe_param(self, param_index: int) -> str:
-        param = self._parameters[param_index]
+        param = self.parameters[param_index]
         return f"{param.name} (shape {tuple(param.shape)})"
 
     @property
@@ -248,13 +248,13 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         return partition_units(units, self.plan_options(self.default_packed))
 
     def _check_gradients(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if not isinstance(gradients, (tuple, list)) or len(gradients) != len(self._parameters):
+        if not isinstance(gradients, (tuple, list)) or len(gradients) != len(self.parameters):
             count = len(gradients) if isinstance(gradients, (tuple, list)) else repr(gradients)
             raise ValueError(
-                f"expected a tuple of {len(self._parameters)} gradients, one per parameter, got "
+                f"expected a tuple of {len(self.parameters)} gradients, one per parameter, got "
                 f"{count}; compute them with respect to optimizer.parameters"
             )
-        for index, (param, grad) in enumerate(zip(self._parameters, gradients)):
+        for index, (param, grad) in enumerate(zip(self.parameters, gradients)):
             if not isinstance(grad, Tensor):
                 raise ValueError(
                     f"the gradient of {self.describe_param(index)} is {grad!r}, not a tensor; "
@@ -272,7 +272,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     def _move_out(self, target: str, backend: MindSporeBackend) -> None:
         config = self.swap_config
         states = [state for unit in self._swap_units for state in unit.resting.values()]
-        pointers = unique_pointers([*states, *self._parameters])
+        pointers = unique_pointers([*states, *self.parameters])
         for unit in self._swap_units:
             unit.slots.extend(
                 make_slot(state, name, target)

@@ -57,7 +57,7 @@ def test_mindformers_training_stays_what_it_was(
       for case in (ADAM_CASES[3], ADAM_WEIGHT_DECAY_CASES[0])),
     (mf_case("non-fused", "bf16", shapes=LARGE_SHAPES, steps=2), True),
     (mf_case("non-fused", "bf16", shapes=LARGE_SHAPES, steps=2), False),
-], ids=str)
+], ids=["Adam", "AdamWeightDecay", "AdamW packed", "AdamW per tensor"])
 def test_tensors_of_32_megabytes_survive(
     device: SimulatedDevice | None, case: Case, packed: bool
 ) -> None:
@@ -66,6 +66,17 @@ def test_tensors_of_32_megabytes_survive(
         4, packed_swap=packed, include_master_params=case.original is AdamW
     )
     assert_same(native, train(case, config))
+
+
+@pytest.mark.parametrize("case", [NN_CASES[3], MF_CASES[2]], ids=_id)
+@pytest.mark.parametrize("staging_nbytes", [None, 100_000])
+def test_an_automatic_number_of_batches_changes_no_number(
+    device: SimulatedDevice | None, case: Case, staging_nbytes: int | None
+) -> None:
+    config = SwapOptimizerConfig("auto", staging_nbytes=staging_nbytes)
+    assert_same(train(case), train(case, config))
+    if device is not None and staging_nbytes is not None:
+        assert device.peak_nbytes <= staging_nbytes
 
 
 @pytest.mark.parametrize("case", [*NN_CASES[:1], ADAM_WEIGHT_DECAY_CASES[0], MF_CASES[0]], ids=_id)

@@ -171,7 +171,3 @@ def _table(runs: Sequence[Run], differing: Sequence[int]) -> str:
 
 def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.2f} MB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
