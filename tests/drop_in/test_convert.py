@@ -134,6 +134,24 @@ def test_step_hooks_survive_and_fire_once() -> None:
         assert calls == ["pre", "post"]
 
 
+def test_checkpoint_hooks_survive_and_fire_once() -> None:
+    run = training(torch.optim.AdamW)
+    calls: list[str] = []
+    optimizer = run.optimizer
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("state_dict pre"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("state_dict post"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: calls.append("load post" if o.state else "too early")
+    )
+    run.train(1)
+    for convert in (lambda _: None, swap_optimizer, unswap_optimizer, swap_optimizer):
+        convert(optimizer)
+        calls.clear()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert calls == ["state_dict pre", "state_dict post", "load pre", "load post"]
+
+
 @pytest.mark.parametrize("native_class, _", CLASSES[:2])
 def test_a_step_bound_before_the_conversion_is_the_swapped_one(native_class, _) -> None:
     # As accelerate does where it has a GradScaler: it keeps `optimizer.step` from before.
