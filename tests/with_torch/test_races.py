@@ -338,6 +338,15 @@ def fails_outside_the_update(simulator: ModuleType, config: dict[str, Any]) -> N
 
 def runs_out_of_memory(simulator: ModuleType, config: dict[str, Any]) -> None:
     """Staging fits, the temporaries of the update do not: nothing must be torn."""
+    _runs_out_of_memory(simulator, config, prefetches=False)
+
+
+def runs_out_of_memory_after_a_prefetch(simulator: ModuleType, config: dict[str, Any]) -> None:
+    if config.get("packed_swap") is not False:
+        _runs_out_of_memory(simulator, config, prefetches=True)
+
+
+def _runs_out_of_memory(simulator: ModuleType, config: dict[str, Any], prefetches: bool) -> None:
     gc.collect()
     params = make_params(SHAPES)
     optimizer: Any = SwapAdamW(
@@ -348,9 +357,11 @@ def runs_out_of_memory(simulator: ModuleType, config: dict[str, Any]) -> None:
             param.grad = noise(step, index, param.detach())
         if step:
             torch.accelerator.synchronize()
-            kept = config.get("keep_staging", False)
+            if prefetches:
+                optimizer.prefetch()
+            there = prefetches or config.get("keep_staging", False)
             (device,) = optimizer._swap_devices.values()
-            room = (0 if kept else device.plan.staging_nbytes) + device.plan.scratch_nbytes // 2
+            room = (0 if there else device.plan.staging_nbytes) + device.plan.scratch_nbytes // 2
             simulator.configure(capacity_nbytes=simulator.memory_held() + room)
         try:
             optimizer.step()
@@ -392,7 +403,8 @@ def goes_away_with_its_copies_in_flight(simulator: ModuleType, config: dict[str,
 USERS = [
     trains_back_to_back, allocates_right_after_a_step, reads_states_right_after_a_step,
     skips_gradients, steps_under_another_stream, is_interrupted_and_loads,
-    fails_outside_the_update, runs_out_of_memory, prefetches, goes_away_with_its_copies_in_flight,
+    fails_outside_the_update, runs_out_of_memory, runs_out_of_memory_after_a_prefetch, prefetches,
+    goes_away_with_its_copies_in_flight,
 ]
 
 
@@ -403,12 +415,14 @@ def finds_fault(
     """What went wrong, or nothing."""
     simulator.configure(races="collect")
     simulator.violations()
+    stream = torch.accelerator.current_stream()
     try:
         user(simulator, config)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     else:
         found = ""
+    torch.accelerator.set_stream(stream)
     gc.collect()
     try:
         torch.accelerator.synchronize()
