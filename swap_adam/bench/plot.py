@@ -10,9 +10,9 @@ matplotlib.use("Agg")
 
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import StrMethodFormatter  # noqa: E402
+from matplotlib.ticker import NullFormatter, StrMethodFormatter  # noqa: E402
 
-from swap_adam.bench.contenders import NATIVE_FUSED, PACKED, SINGLE_STREAM  # noqa: E402
+from swap_adam.bench.contenders import PACKED, SINGLE_STREAM  # noqa: E402
 from swap_adam.bench.grids import label  # noqa: E402
 from swap_adam.bench.measurement import Line  # noqa: E402
 from swap_adam.bench.workloads import Workload  # noqa: E402
@@ -26,10 +26,11 @@ FAMILIES = {
     "one copy": ("#d9731a", "one copy stream (the RFC's schedule)"),
     "torchao": ("#8250a6", "torchao's CPUOffloadOptimizer"),
 }
-# They lie on top of others.
+# They lie on top of others, as the packed ones in other modes do.
 UNDRAWN = (
-    "packed 16, prefetch", "packed 16, kept", "packed 16, drained", "packed auto 8 MiB",
+    "packed 16, prefetch", "packed 16, kept staging", "packed 16, drained", "packed auto 8 MiB",
 )
+FUSED = PACKED.mode
 BAR = 0.38
 
 
@@ -71,7 +72,8 @@ def _draw_links(axes: Axes, lines: Sequence[Line]) -> None:
 def _draw_contenders(axes: Axes, lines: Sequence[Line]) -> None:
     by_family: dict[str, list[Line]] = {}
     for line in lines:
-        if not line.contender.name.startswith(UNDRAWN):
+        is_hidden = line.contender.name.startswith("packed") and line.contender.mode != FUSED
+        if not is_hidden and line.contender.name not in UNDRAWN:
             family = next(name for name in FAMILIES if line.contender.name.startswith(name))
             by_family.setdefault(family, []).append(line)
     for family, members in by_family.items():
@@ -81,7 +83,7 @@ def _draw_contenders(axes: Axes, lines: Sequence[Line]) -> None:
             s=42, color=colour, label=name, zorder=3,
         )
         for line in members:
-            _annotate(axes, line, _short(line, family), is_below=family == "packed")
+            _annotate(axes, line, _short(line, family))
     axes.set_xscale("log")
     axes.set_yscale("log")
     limit_ms = lines[0].limit_ms
@@ -92,7 +94,8 @@ def _draw_contenders(axes: Axes, lines: Sequence[Line]) -> None:
     )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.margins(x=0.1)
+        axis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("device bytes at the peak of step(), above parameters and gradients (MB)")
     axes.set_ylabel("step time (ms)")
     axes.set_title(
@@ -107,12 +110,15 @@ def _draw_contenders(axes: Axes, lines: Sequence[Line]) -> None:
 def _short(line: Line, family: str) -> str:
     name = line.contender.name.removeprefix(family).removeprefix(" stream").strip()
     mode = line.contender.mode
-    return f"{name} {mode}".strip() if mode != NATIVE_FUSED.mode or not name else name
+    return f"{name} {mode}".strip() if mode != FUSED or not name else name
 
 
-def _annotate(axes: Axes, line: Line, text: str, is_below: bool) -> None:
-    is_fused = line.contender.mode == NATIVE_FUSED.mode
-    shift, align = ((0, -13), "center") if is_below and is_fused else ((6, 4), "left")
+def _annotate(axes: Axes, line: Line, text: str) -> None:
+    """Packed ones have their label below, or above where another is close; others at the side."""
+    if line.contender.name.startswith("packed"):
+        shift, align = (0, 7 if text == "auto" else -14), "center"
+    else:
+        shift, align = (7, -3), "left"
     axes.annotate(
         text, (line.peak_nbytes / 1e6, line.step_ms), xytext=shift, ha=align,
         textcoords="offset points", fontsize=8,
