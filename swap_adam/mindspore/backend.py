@@ -1,8 +1,11 @@
 """MindSpore devices for the pipelines, and which of them swap.
 
-The host bytes of what travels together are one pinned tensor of their own (see
+[Note: views] The host bytes of what travels together are one pinned tensor of their own (see
 :func:`swap_adam.layout.plan_group_slabs`), because ``Tensor.copy_`` is asynchronous only between
-whole, contiguous tensors of equal shape and dtype.
+contiguous tensors of equal shape and dtype. And a kernel that knows no views, as those of
+``nn.Adam`` and ``nn.AdamWeightDecay``, is given a copy of one, so that its writes are lost: per
+tensor, a state's device memory is a tensor of the state's own shape and dtype. Packed, states are
+views, which the operations of MindFormers' AdamW do know.
 """
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import mindspore
@@ -84,6 +88,20 @@ def is_held(owner: object, own_references: int) -> bool:
     return sys.getrefcount(owner) > own_references
 
 
+@dataclass(eq=False)
+class AscendEvent:
+    """An event that nothing waits for until it is recorded, which MindSpore does not promise."""
+
+    recorded: Event | None = None
+
+
+@dataclass(eq=False)
+class DeviceBuffer:
+    """Device memory: bytes, or where it is made for one state, a tensor like that state."""
+
+    tensor: Tensor
+
+
 class AscendBackend:
     """An Ascend device in PyNative mode: pinned host memory, two copy streams, events.
 
@@ -100,7 +118,7 @@ class AscendBackend:
     def allocate_slab(self, nbytes: int) -> Tensor:
         try:
             slab = mint.empty(nbytes, dtype=mindspore.uint8, device="CPU", pin_memory=True)
-            slab.asnumpy()[:] = 0
+            memory = slab.asnumpy()
         except (RuntimeError, MemoryError) as error:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             raise MemoryError(
@@ -108,6 +126,12 @@ class AscendBackend:
                 f"({free} bytes of host memory are free): {error}. Free host memory, or swap less "
                 "(state_keys, min_numel)."
             ) from error
+        if memory.ctypes.data != slab.data_ptr():
+            raise RuntimeError(
+                "this MindSpore gives NumPy a copy of pinned memory instead of a view of it, so "
+                "states cannot be kept there; MindSpore 2.10 is what this was written for"
+            )
+        memory[:] = 0
         return slab
 
     def host_tensor(self, slab: Tensor, slot: SwapSlot[Tensor]) -> Tensor:
@@ -133,57 +157,70 @@ class AscendBackend:
 
     # Device memory
 
-    def make_buffer(self, nbytes: int) -> Tensor:
-        return mint.empty(nbytes, dtype=mindspore.uint8, device=self.target)
+    def make_buffer(self, nbytes: int) -> DeviceBuffer:
+        return DeviceBuffer(mint.empty(nbytes, dtype=mindspore.uint8, device=self.target))
 
-    def acquire(self, buffer: Tensor, nbytes: int) -> None:
-        buffer.untyped_storage().resize_(nbytes)
+    def acquire(self, buffer: DeviceBuffer, nbytes: int) -> None:
+        buffer.tensor.untyped_storage().resize_(nbytes)
 
-    def release(self, buffer: Tensor, pending: StreamRole | None) -> None:
+    def release(self, buffer: DeviceBuffer, pending: StreamRole | None) -> None:
         # The allocator reuses memory in the order of the compute stream.
         if pending is not None:
             event = Event()
             event.record(self._streams[pending])
             event.wait(current_stream())
-        buffer.untyped_storage().resize_(0)
+        buffer.tensor.untyped_storage().resize_(0)
 
     def reserve(self, nbytes: int) -> None:
         if nbytes:
-            mint.empty(nbytes, dtype=mindspore.uint8, device=self.target)
+            # MindSpore allocates when the operation runs; asking where waits for that.
+            mint.empty(nbytes, dtype=mindspore.uint8, device=self.target).data_ptr()
 
     def device_view(
-        self, buffer: Tensor, offset_nbytes: int, slot: SwapSlot[Tensor],
+        self, buffer: DeviceBuffer, offset_nbytes: int, slot: SwapSlot[Tensor],
         start_numel: int, numel: int,
     ) -> Tensor:
         assert numel == slot.numel  # no tensor is cut on MindSpore
-        part = buffer[offset_nbytes:offset_nbytes + slot.storage_nbytes]
+        if buffer.tensor.nbytes == slot.storage_nbytes:  # see [Note: views]
+            buffer.tensor = mint.empty(slot.shape, dtype=slot.dtype, device=self.target)
+            return as_parameter(buffer.tensor, slot.name)
+        part = buffer.tensor[offset_nbytes:offset_nbytes + slot.storage_nbytes]
         return as_parameter(part.view(slot.dtype).view(slot.shape), slot.name)
 
     # Copies and their order
 
-    def byte_view(self, buffer: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
-        if offset_nbytes == 0 and nbytes == buffer.nbytes:
-            return buffer
-        return buffer[offset_nbytes:offset_nbytes + nbytes]
+    def byte_view(
+        self, buffer: Tensor | DeviceBuffer, offset_nbytes: int, nbytes: int
+    ) -> Tensor:
+        tensor = buffer.tensor if isinstance(buffer, DeviceBuffer) else buffer
+        if offset_nbytes == 0 and nbytes == tensor.nbytes:
+            return tensor
+        return tensor[offset_nbytes:offset_nbytes + nbytes]
 
     def copy(self, role: StreamRole, target: Tensor, source: Tensor) -> None:
         with StreamCtx(self._streams[role]):
-            target.copy_(source, non_blocking=True)
+            if target.dtype == source.dtype:
+                target.copy_(source, non_blocking=True)
+            else:  # bytes on the host, a state's own tensor on the device
+                target.untyped_storage().copy_(source.untyped_storage(), non_blocking=True)
 
-    def make_event(self) -> Event:
-        return Event()
+    def make_event(self) -> AscendEvent:
+        return AscendEvent()
 
-    def record(self, event: Event, role: StreamRole) -> None:
-        event.record(self._stream(role))
+    def record(self, event: AscendEvent, role: StreamRole) -> None:
+        event.recorded = event.recorded or Event()
+        event.recorded.record(self._stream(role))
 
-    def wait(self, role: StreamRole, event: Event) -> None:
-        event.wait(self._stream(role))
+    def wait(self, role: StreamRole, event: AscendEvent) -> None:
+        if event.recorded is not None:
+            event.recorded.wait(self._stream(role))
 
-    def is_complete(self, event: Event) -> bool:
-        return cast(bool, event.query())
+    def is_complete(self, event: AscendEvent) -> bool:
+        return event.recorded is None or cast(bool, event.recorded.query())
 
-    def synchronize(self, event: Event) -> None:
-        event.synchronize()
+    def synchronize(self, event: AscendEvent) -> None:
+        if event.recorded is not None:
+            event.recorded.synchronize()
 
     def _stream(self, role: StreamRole) -> Stream:
         return current_stream() if role is StreamRole.COMPUTE else self._streams[role]

@@ -123,7 +123,10 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
                 "include_master_params=True needs an optimizer that owns fp32 masters (MindFormers "
                 f"AdamW); {name} owns none: leave it at False"
             )
-        for field in ("resident_nbytes", "keep_staging", "drain_in_step", "prefetch_in_backward"):
+        for field in (
+            "allow_closure", "resident_nbytes", "keep_staging", "drain_in_step",
+            "prefetch_in_backward",
+        ):
             if getattr(config, field):
                 raise ValueError(
                     f"{field}={getattr(config, field)!r} is for PyTorch only; leave it at "

@@ -52,6 +52,7 @@ def assert_conversion_refused(
     (MF, {"state_keys": ("max_exp_avg_sq",)}, "exists only with AMSGrad"),
     (ADAM, {"keep_staging": True}, "keep_staging=True is for PyTorch only"),
     (MF, {"drain_in_step": True}, "drain_in_step=True is for PyTorch only"),
+    (MF, {"allow_closure": True}, "allow_closure=True is for PyTorch only"),
 ], ids=str)
 def test_a_configuration_that_the_optimizer_cannot_honour_is_refused(
     device: SimulatedDevice | None, case: Case, config: dict[str, Any], told: str
