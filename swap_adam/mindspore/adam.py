@@ -27,9 +27,6 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
     state_attributes = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "vhat"}
     original = nn.Adam
 
-    _swap_lr: Any
-    _swap_powers: tuple[Tensor, Tensor]
-
     def __init__(
         self,
         params: Any,
@@ -75,23 +72,23 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
 
     def prepare_step(self) -> None:
         # The original's construct up to its first assignment: it is compiled as one graph.
-        gradients = self.decay_weight(self._swap_gradients)
+        gradients = self.decay_weight(self._swap_step.gradients)
         gradients = self.gradients_centralization(gradients)
         gradients = self.scale_grad(gradients)
-        self._swap_gradients = self._grad_sparse_indices_deduplicate(gradients)
-        self._swap_lr = self.get_lr()
+        self._swap_step.gradients = self._grad_sparse_indices_deduplicate(gradients)
+        self._swap_step.lr = self.get_lr()
 
     def begin_update(self) -> None:
         super().begin_update()
         self.assignadd(self.global_step, self.global_step_increase_tensor)
         powers = self.beta1_power * self.beta1, self.beta2_power * self.beta2
-        self._swap_powers = powers
+        self._swap_step.beta_powers = powers
         # To a Cell, assigning a tensor to a Parameter is to set its data.
         for name, power in zip(("beta1_power", "beta2_power"), powers):
             setattr(self, name, power)
 
     def update_units(self, units: Sequence[MindSporeUnit]) -> Iterable[object]:
-        lr = self._swap_lr
+        lr = self._swap_step.lr
         if self.is_group_lr:
             lr = tuple(lr[unit.param_index] for unit in units)
         shadows = {}
@@ -100,7 +97,7 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
         with shadowed(self, **shadows):
             results: Iterable[object] = self._apply_adam(
                 tuple(unit.param for unit in units),
-                *self._swap_powers,
+                *self._swap_step.beta_powers,
                 tuple(unit.state("exp_avg") for unit in units),
                 tuple(unit.state("exp_avg_sq") for unit in units),
                 lr,

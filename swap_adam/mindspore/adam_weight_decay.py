@@ -33,9 +33,6 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
     state_attributes = {"exp_avg": "moments1", "exp_avg_sq": "moments2"}
     original = nn.AdamWeightDecay
 
-    _swap_lr: Any
-    _swap_weight_decay: Any
-
     def __init__(
         self,
         params: Any,
@@ -58,8 +55,8 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
         return False
 
     def prepare_step(self) -> None:
-        self._swap_weight_decay = self.get_weight_decay()
-        self._swap_lr = self.get_lr()
+        self._swap_step.weight_decay = self.get_weight_decay()
+        self._swap_step.lr = self.get_lr()
 
     def begin_update(self) -> None:
         super().begin_update()
@@ -71,8 +68,8 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
         fixed: list[object] = [self.beta1, self.beta2, self.eps]
         mapped: list[tuple[object, ...]] = []
         for value, is_per_parameter in (
-            (self._swap_lr, self.is_group and self.is_group_lr),
-            (self._swap_weight_decay, self.is_group),
+            (self._swap_step.lr, self.is_group and self.is_group_lr),
+            (self._swap_step.weight_decay, self.is_group),
         ):
             if is_per_parameter:
                 mapped.append(tuple(value[index] for index in indices))

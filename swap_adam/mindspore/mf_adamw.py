@@ -43,9 +43,6 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
     default_packed = True
     original = AdamW
 
-    _swap_lr: Any
-    _swap_weight_decay: Any
-
     def __init__(
         self,
         params: Any,
@@ -91,7 +88,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
     # the device memory of the step is there.
 
     def run_original(self) -> object:
-        return super().construct(self._swap_gradients)
+        return super().construct(self._swap_step.gradients)
 
     def _increase_global_step(self) -> None:
         """Left to :meth:`begin_update`."""
@@ -105,11 +102,11 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         return self._forward(lr, weight_decay)
 
     def _forward(self, lr: Any, weight_decay: Any) -> object:
-        self._swap_lr, self._swap_weight_decay = lr, weight_decay
+        self._swap_step.lr, self._swap_step.weight_decay = lr, weight_decay
         try:
             self.run_swap_step()
         finally:
-            if self._swap_began:
+            if self._swap_step.has_begun:
                 self._sync_resident_masters()
         return self.results()
 
@@ -123,7 +120,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
     def update_units(self, units: Sequence[MindSporeUnit]) -> Iterable[object]:
         lr, weight_decay = (
             [value[unit.param_index] for unit in units] if isinstance(value, list) else value
-            for value in (self._swap_lr, self._swap_weight_decay)
+            for value in (self._swap_step.lr, self._swap_step.weight_decay)
         )
         exp_avg_sq = tuple(unit.state("exp_avg_sq") for unit in units)
         max_exp_avg_sq = exp_avg_sq

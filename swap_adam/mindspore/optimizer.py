@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import mindspore
@@ -36,6 +37,22 @@ else:
     _Base = object  # a mixin: the optimizer class comes behind it
 
 
+@dataclass(eq=False)
+class Step:
+    """What one step has read and returned.
+
+    In an object of its own: a Cell registers every Parameter that is set as its attribute, and
+    a learning rate is one.
+    """
+
+    gradients: tuple[Tensor, ...] = ()
+    lr: Any = None  # as the original has read it: one, or one per parameter
+    weight_decay: Any = None
+    beta_powers: tuple[Tensor, ...] = ()
+    has_begun: bool = False
+    results: dict[int, object] = field(default_factory=dict)
+
+
 class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     """Placed before an optimizer class of MindSpore; the subclass brings its arithmetic.
 
@@ -52,9 +69,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     original: ClassVar[type]
 
     _swap_units: list[MindSporeUnit]
-    _swap_gradients: tuple[Tensor, ...]
-    _swap_results: dict[int, object]
-    _swap_began: bool
+    _swap_step: Step
     _swap_torn_pointers: dict[int, set[int]]
 
     # What a subclass brings
@@ -89,9 +104,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             )
             for index, param in enumerate(self.parameters)
         ]
-        self._swap_gradients = ()
-        self._swap_results = {}
-        self._swap_began = False
+        self._swap_step = Step()
         self._swap_torn_pointers = {}
         target = mindspore.get_context("device_target")
         factory = find_backend(target)
@@ -123,14 +136,14 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
                 "include_master_params=True needs an optimizer that owns fp32 masters (MindFormers "
                 f"AdamW); {name} owns none: leave it at False"
             )
-        for field in (
+        for option in (
             "allow_closure", "resident_nbytes", "keep_staging", "drain_in_step",
             "prefetch_in_backward",
         ):
-            if getattr(config, field):
+            if getattr(config, option):
                 raise ValueError(
-                    f"{field}={getattr(config, field)!r} is for PyTorch only; leave it at "
-                    f"{getattr(SwapOptimizerConfig(), field)!r}"
+                    f"{option}={getattr(config, option)!r} is for PyTorch only; leave it at "
+                    f"{getattr(SwapOptimizerConfig(), option)!r}"
                 )
         keys = config.state_keys
         if keys is not None and "max_exp_avg_sq" in keys and not self.has_amsgrad():
@@ -182,9 +195,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             ValueError: a gradient that is missing or does not fit; nothing has changed.
             RuntimeError: parameters are half updated by an earlier fault.
         """
-        self._swap_gradients = self._check_gradients(gradients)
-        self._swap_results = {}
-        self._swap_began = False
+        self._swap_step = Step(self._check_gradients(gradients))
         try:
             with no_grad():
                 self._adopt_replaced()
@@ -197,8 +208,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             raise
         finally:
             self.wait_landed()
-            self._swap_gradients = ()
-            self._swap_results = {}
+            self._swap_step = Step()
             for unit in self._swap_units:
                 unit.grad = unit.param
 
@@ -220,20 +230,20 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
     def results(self) -> tuple[object, ...]:
         """What the original's update returned for each parameter, in their order."""
-        return tuple(self._swap_results[index] for index in range(len(self._swap_units)))
+        return tuple(self._swap_step.results[index] for index in range(len(self._swap_units)))
 
     def begin_update(self) -> None:
-        self._swap_began = True
+        self._swap_step.has_begun = True
 
     def iter_update_units(self) -> Iterable[UpdateUnit[Tensor]]:
-        for unit, grad in zip(self._swap_units, self._swap_gradients):
+        for unit, grad in zip(self._swap_units, self._swap_step.gradients):
             unit.grad = local(grad)
         return list(self._swap_units)
 
     def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
         mine = [unit for unit in units if isinstance(unit, MindSporeUnit)]
         for unit, result in zip(mine, self.update_units(mine)):
-            self._swap_results[unit.param_index] = result
+            self._swap_step.results[unit.param_index] = result
 
     def describe_param(self, param_index: int) -> str:
         param = self.parameters[param_index]

@@ -59,9 +59,10 @@ def test_converting_back_and_forth_changes_no_number(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.original.__name__)
 def test_unswapping_leaves_no_trace(device: SimulatedDevice | None, case: Case) -> None:
     optimizer = make_optimizer(case)
-    before = set(optimizer.__dict__)
+    before, registered = set(optimizer.__dict__), list(optimizer._params)
     swap_optimizer(optimizer)
     optimizer(gradients_of(optimizer, case, 0))
+    assert list(optimizer._params) == registered
     unswap_optimizer(optimizer)
     assert {name for name in optimizer.__dict__ if "swap" in name} == set()
     assert before <= set(optimizer.__dict__)

@@ -79,6 +79,7 @@ def test_an_automatic_number_of_batches_changes_no_number(
         assert device.peak_nbytes <= staging_nbytes
 
 
+@pytest.mark.simulator_only
 @pytest.mark.parametrize("case", [*NN_CASES[:1], ADAM_WEIGHT_DECAY_CASES[0], MF_CASES[0]], ids=_id)
 def test_on_a_plain_cpu_nothing_is_swapped_and_nothing_differs(case: Case) -> None:
     native = train(case)
