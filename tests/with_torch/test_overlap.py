@@ -57,6 +57,9 @@ def times(simulator: ModuleType, optimizer: Any, steps: int = 1) -> tuple[float,
 
 @pytest.fixture(scope="module")
 def large() -> Any:
+    import swap_adam.simulator as simulator
+
+    simulator.reset()  # what the last test configured: this comes before the fixtures of a test
     optimizer = make_optimizer(sizes())
     optimizer.step()
     torch.accelerator.synchronize()
