@@ -26,8 +26,7 @@ from swap_adam.mindspore.state import (
     show,
     unique_pointers,
 )
-from swap_adam.mixin import SwapPipelineMixin
-from swap_adam.partition import Partition
+from swap_adam.mixin import SwapPipelineMixin, weakly
 from swap_adam.plan import partition_units
 from swap_adam.slot import SwapSlot, UpdateUnit
 
@@ -177,9 +176,9 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         Raises:
             RuntimeError: the device has no memory for them; nothing has changed.
         """
-        self.check_not_torn("unswap_optimizer()")
         self.wait_landed()
         self._adopt_replaced()
+        self.check_not_torn("unswap_optimizer()")
         made = [(slot, self._backend().to_device(slot.cpu_tensor)) for slot in self._slots()]
         for slot, value in made:
             show(slot.state, value)
@@ -236,8 +235,9 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         self._swap_step.has_begun = True
 
     def iter_update_units(self) -> Iterable[UpdateUnit[Tensor]]:
-        for unit, grad in zip(self._swap_units, self._swap_step.gradients):
-            unit.grad = local(grad)
+        gradients = self._swap_step.gradients
+        for unit, param, grad in zip(self._swap_units, self.parameters, gradients):
+            unit.param, unit.grad = local(param), local(grad)
         return list(self._swap_units)
 
     def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
@@ -248,17 +248,6 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     def describe_param(self, param_index: int) -> str:
         param = self.parameters[param_index]
         return f"{param.name} (shape {tuple(param.shape)})"
-
-    @property
-    def swap_partition(self) -> Partition | None:
-        """The batches; ``oversized`` lists parameters (by index) that are larger than one.
-
-        Tensors stay whole on MindSpore: ``split_tensors`` has no effect.
-        """
-        units = [unit for unit in self._swap_units if unit.slots]
-        if not units:
-            return None
-        return partition_units(units, self.plan_options(self.default_packed))
 
     def _check_gradients(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not isinstance(gradients, (tuple, list)) or len(gradients) != len(self.parameters):
@@ -294,8 +283,12 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             )
         swapped = [unit for unit in self._swap_units if unit.slots]
         device = DeviceSwap(
-            backend, self.plan_options(self.default_packed), lambda slot: None,
-            self.scratch_nbytes, self.can_cut, self._plan_host,
+            backend,
+            self.plan_options(self.default_packed),
+            publish=lambda slot: None,
+            scratch_nbytes=weakly(self.scratch_nbytes),
+            can_cut=lambda unit: False,
+            plan_host=weakly(self._plan_host),
         )
         self._swap_devices[target] = device
         device.register(swapped)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import mindspore
 import numpy as np
@@ -103,11 +104,15 @@ class SimulatedDevice:
         self.capacity_nbytes = capacity_nbytes
         self.held_nbytes = 0
         self.peak_nbytes = 0
-        self.pinned_nbytes = 0
         self.copied_in_nbytes = 0
         self.copied_out_nbytes = 0
         self.copies = 0
-        self.slabs: list[Buffer] = []
+        self.slabs: WeakSet[Buffer] = WeakSet()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes of the host slabs that optimizers have."""
+        return sum(slab.memory.nbytes for slab in self.slabs)
 
     def reset(self) -> None:
         """Start counting copies and the peak anew."""
@@ -160,8 +165,7 @@ class SimulatedBackend:
 
     def allocate_slab(self, nbytes: int) -> Buffer:
         slab = Buffer(np.zeros(nbytes, np.uint8))
-        self._device.slabs.append(slab)
-        self._device.pinned_nbytes += nbytes
+        self._device.slabs.add(slab)
         return slab
 
     def host_tensor(self, slab: Buffer, slot: SwapSlot[Tensor]) -> Tensor:

@@ -59,14 +59,35 @@ def test_a_step_moves_every_swapped_byte_once_each_way(device: SimulatedDevice) 
 def test_packed_moves_a_batch_in_one_copy_each_way(device: SimulatedDevice) -> None:
     case = mf_case("non-fused", steps=1)
     optimizer = train(case, SwapOptimizerConfig(4)).optimizer
-    assert device.copies == 2 * len(optimizer.swap_partition.batches)
+    report, = optimizer.swap_report().values()
+    assert device.copies == 2 * report.batch_count
 
 
 def test_a_tensor_larger_than_a_batch_stays_whole_and_is_listed(device: SimulatedDevice) -> None:
     case = mf_case("non-fused", steps=1)
-    partition = train(case, SwapOptimizerConfig(1000, split_tensors=True)).optimizer.swap_partition
-    assert len(partition.batches) == 4
-    assert partition.oversized == (0, 1, 2, 3)
+    optimizer = train(case, SwapOptimizerConfig(1000, split_tensors=True)).optimizer
+    report, = optimizer.swap_report().values()
+    assert report.batch_count == 4
+    assert report.whole == tuple(
+        f"layer{index}.w (shape {SHAPES[index]})" for index in (0, 2, 3, 5)
+    )
+    assert report.pinned_nbytes == report.swapped_nbytes == swapped_nbytes(2)
+
+
+def test_a_deleted_optimizer_leaves_no_memory_behind(device: SimulatedDevice) -> None:
+    import gc
+
+    case = Case("default", nn.Adam, steps=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            outcome = train(case, SwapOptimizerConfig(4))
+            assert device.pinned_nbytes == swapped_nbytes(2)
+            del outcome
+            assert device.pinned_nbytes == device.held_nbytes == 0
+    finally:
+        gc.enable()
 
 
 def test_min_numel_keeps_small_states_on_the_device(device: SimulatedDevice) -> None:
