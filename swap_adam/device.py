@@ -94,6 +94,8 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.units.sort(key=lambda unit: unit.param_index)
         self.store.repack_if_wasteful()
         self._plan = None
+        if not self.units:
+            self._pipeline.let_go()  # there may be no step here any more
 
     def add_slots(self, slots: Sequence[SwapSlot[TensorT]]) -> None:
         """Give pending slots zeroed pinned bytes, all or none."""
@@ -117,6 +119,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         if self._plan is None or not self._builder.fits(self._plan, active):
             # The views of a new plan are made on memory that the last step may still have.
             self._pipeline.let_go()
+            self._plan = None  # its views are bound anew: without the new plan it is no use
             self._plan = self._builder.build(self.units, active)
         return bool(held)
 

@@ -185,8 +185,8 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         finally:
             for device in acquired:
                 device.abandon()
-        if is_state_held:
-            self.wait_landed()
+            if is_state_held:
+                self.wait_landed()
 
     def _explain(self, error: BaseException, progress: Progress, count: int) -> None:
         torn = ""

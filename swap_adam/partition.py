@@ -83,7 +83,9 @@ def partition_packed(units: Sequence[UnitSize], swap_times: int) -> Partition:
     """Batches for the packed pipeline, of which two or three at a time are within twice the cap."""
     cap = batch_cap_nbytes(units, swap_times)
     third = 2 * cap // 3
-    smallest_limit = max(unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units)
+    smallest_limit = max(
+        (unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units), default=0
+    )
     return _fill(units, swap_times, cap, limit=third if smallest_limit <= third else cap)
 
 
@@ -125,4 +127,4 @@ def _fill(units: Sequence[UnitSize], swap_times: int, cap: int, limit: int) -> P
             add(Piece(index, start, numel))
             start += numel
     oversized = tuple(i for i, unit in enumerate(units) if not unit.can_cut and unit.nbytes > limit)
-    return Partition(tuple(map(tuple, batches)), swap_times, cap, limit, oversized)
+    return Partition(tuple(map(tuple, filter(None, batches))), swap_times, cap, limit, oversized)

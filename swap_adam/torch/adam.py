@@ -92,6 +92,12 @@ class AdamSwapMixin(TorchSwapMixin):
         lr = group["lr"]
         if group["fused"] is None and group["foreach"] is None:
             foreach = default_to_foreach(params) and not isinstance(lr, Tensor)
+        for index, beta in enumerate(group["betas"], 1):
+            if foreach and isinstance(beta, Tensor):  # the original's error, with nothing torn
+                raise ValueError(
+                    f"beta{index} as a Tensor is not supported for capturable=False and "
+                    "foreach=True"
+                )
         if not fused and isinstance(lr, Tensor) and lr.device.type != "cpu":
             # The for-loop would read it back once per parameter. On the host the same arithmetic
             # gives the same bits, but for low precision, where the device rounds it first.
@@ -102,8 +108,7 @@ class AdamSwapMixin(TorchSwapMixin):
         last = self._swap_group_steps.get(group_index)
         self._swap_group_steps[group_index] = step
         if last is not None and not step.needs_as_much(last):
-            for device in self._swap_devices.values():
-                device.forget_plan()
+            self.forget_plans()
 
     def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
         if group["fused"]:

@@ -46,6 +46,7 @@ class TorchBackend:
             StreamRole.COPY_IN: torch.Stream(device=device),
             StreamRole.COPY_OUT: torch.Stream(device=device),
         }
+        self._acquired_on: torch.Stream | None = None  # the compute stream of that time
 
     # Host memory
 
@@ -91,12 +92,16 @@ class TorchBackend:
     # Device memory
 
     def make_buffer(self, nbytes: int) -> Tensor:
+        self._acquired_on = self._stream(StreamRole.COMPUTE)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def acquire(self, buffer: Tensor, nbytes: int) -> None:
+        self._acquired_on = self._stream(StreamRole.COMPUTE)
         buffer.untyped_storage().resize_(nbytes)
 
     def release(self, buffer: Tensor, pending: StreamRole | None) -> None:
+        if pending is None and self._acquired_on != self._stream(StreamRole.COMPUTE):
+            pending = StreamRole.COMPUTE  # or the stream it came from could have it too early
         if pending is not None:
             buffer.record_stream(self._stream(pending))
         buffer.untyped_storage().resize_(0)

@@ -28,6 +28,8 @@ class Loading:
         self._optimizer = optimizer
         self._incoming: list[tuple[TorchUnit, dict[str, Tensor]]] = []
         self._new: list[TorchSlot] = []
+        self.is_done = False
+        self._is_shown = False  # what the optimizer shows now, to somebody who holds a dict of it
         self.refused_flags: set[str] = set()  # of the dict; the optimizer keeps its own
 
     def hold_back(self, _: Optimizer, saved: StateDict) -> StateDict:
@@ -37,6 +39,7 @@ class Loading:
             len(group["params"]) for group in saved_groups
         ]:
             return saved  # the original's own error follows
+        self._is_shown = self._optimizer.is_state_held()
         states = dict(saved["state"])
         keys = chain.from_iterable(group["params"] for group in saved_groups)
         owners = (
@@ -92,6 +95,7 @@ class Loading:
                 slot.param_state = unit.param_state
                 slot.publish()
         self._optimizer.replace_units([unit for unit, _ in self._incoming])
+        self.is_done = True
 
     def undo(self) -> None:
         """The original refused the dict: give the new slots up."""
@@ -111,7 +115,10 @@ class Loading:
             old is not None
             and (old.shape, old.strides, old.dtype, old.device)
             == (new.shape, new.strides, new.dtype, new.device)
-            and (local(value) is old.cpu_tensor or not self._optimizer.is_held(old))
+            and (
+                local(value) is old.cpu_tensor
+                or not (self._is_shown or self._optimizer.is_held(old))
+            )
         ):
             return old
         self._new.append(new)

@@ -24,10 +24,12 @@ from swap_adam.torch.state import (
     TorchSlot,
     TorchUnit,
     can_cut,
+    is_left_behind,
     local,
     make_slot,
     may_adopt,
     may_swap,
+    moved_to,
     shown_as,
 )
 
@@ -99,6 +101,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     def init_swap(self, config: SwapOptimizerConfig) -> None:
         super().init_swap(config)
+        self._swap_check_held = True  # somebody may hold what there is before the first step
         self._swap_units = {}
         self._swap_resident = ResidentStates(config.resident_nbytes)
         self._swap_prefetch_hook = PrefetchHook(self) if config.prefetch_in_backward else None
@@ -190,6 +193,10 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         states: defaultdict[Tensor, ParamState] = self.__dict__["state"]
         units: list[TorchUnit] = []
         stale: list[TorchUnit] = []
+        moved = False
+        if self._swap_check_held:
+            for registered in self._swap_units.values():
+                registered.note_rebound()
         param_index = -1
         known = 0  # registered parameters that are still in the groups
         for group_index, group in enumerate(self.param_groups):
@@ -221,6 +228,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                     stale.append(unit)
                 else:
                     unit.require(required)
+                    if (unit.group_index, unit.param_index) != (group_index, param_index):
+                        moved = True
                 unit.group_index, unit.param_index, unit.repeats = group_index, param_index, 1
                 unit.point_at(grad)
                 if seen is not None:
@@ -231,9 +240,16 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             self._forget_gone()
         if stale:
             self._adopt(stale)
+        if moved:  # the pieces of a cut parameter know its place
+            self.forget_plans()
         if self._swap_check_held:
             self._detach_held(units)
         return units
+
+    def forget_plans(self) -> None:
+        """Make new plans for the next step."""
+        for device in self._swap_devices.values():
+            device.forget_plan()
 
     def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
         by_group: dict[int, list[TorchUnit]] = {}
@@ -285,34 +301,54 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         """
         self.check_not_torn("unswap_optimizer()")
         self.wait_landed()
-        made = []
+        made: dict[tuple[int, str], tuple[ParamState, Tensor]] = {}
         for unit in self._swap_units.values():
             for slot in unit.slots:
                 if unit.param_state.get(slot.name) is slot.logical_tensor:
                     assert slot.cpu_tensor is not None
                     value = torch.empty_strided(
-                        slot.shape, slot.strides, dtype=slot.cpu_tensor.dtype, device=unit.device
-                    )
-                    made.append((unit, slot, value.copy_(slot.cpu_tensor)))
-        for unit, slot, value in made:
-            unit.param_state[slot.name] = shown_as(unit.owner, value)
+                        slot.cpu_tensor.shape, slot.cpu_tensor.stride(),
+                        dtype=slot.cpu_tensor.dtype, device=unit.device,
+                    ).copy_(slot.cpu_tensor)
+                    shown = unit.param_state, shown_as(unit.owner, value)
+                    made[id(unit.param_state), slot.name] = shown
+        for param, param_state in self.__dict__["state"].items():
+            for name in STATE_KEYS:
+                # What the user has made of a state that was on the host.
+                if (id(param_state), name) not in made and is_left_behind(param, param_state, name):
+                    shown = param_state, moved_to(local(param).device, param_state[name])
+                    made[id(param_state), name] = shown
+        for (_, name), (param_state, value) in made.items():
+            param_state[name] = value
 
     def _adopt(self, units: Sequence[TorchUnit]) -> None:
         """Register ``units``: make the states that are missing, move out those that are there.
+
+        A state on the host that cannot be swapped, cut out of one that was, goes to the device.
 
         Raises:
             MemoryError: not enough pinned memory; nothing has changed.
         """
         values: list[tuple[SwapSlot[Tensor], ParamState, Tensor]] = []
         made: list[ParamState] = []
+        left_behind: list[tuple[TorchUnit, str, Tensor]] = []
         self._choose_resident(units)
         try:
             for unit in units:
                 if not unit.param_state:
                     made.append(unit.param_state)
                     self._make_state(unit)
-                else:
-                    values.extend(self._take_state(unit))
+                    continue
+                values.extend(self._take_state(unit))
+                swapped = {slot.name for slot in unit.slots}
+                left_behind.extend(
+                    (unit, name, unit.param_state[name]) for name in STATE_KEYS
+                    if name not in swapped and is_left_behind(unit.owner, unit.param_state, name)
+                )
+            if left_behind:
+                self.wait_landed()
+            for unit, name, value in left_behind:
+                unit.param_state[name] = moved_to(unit.device, value)
             self._register(units)
             for slot, _, value in values:
                 assert slot.cpu_tensor is not None
@@ -322,6 +358,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
                 param_state.clear()
             for slot, param_state, value in values:
                 param_state[slot.name] = value
+            for unit, name, value in left_behind:
+                unit.param_state[name] = value
             raise
 
     def _choose_resident(self, units: Sequence[TorchUnit]) -> None:
@@ -370,13 +408,16 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         values: list[tuple[SwapSlot[Tensor], ParamState, Tensor]] = []
         param, param_state = unit.owner, unit.param_state
         previous = self._swap_units.get(param)
-        kept = {slot.name: slot for slot in previous.slots} if previous is not None else {}
+        kept = (
+            {slot.name: slot for slot in previous.torch_slots()} if previous is not None else {}
+        )
         for name in STATE_KEYS:
             value = param_state.get(name)
             slot = kept.get(name)
             if (
                 slot is not None
                 and slot.logical_tensor is value
+                and not slot.is_rebound()
                 and slot.device == local(param).device
                 and slot.shape == local(param).shape
                 and previous is not None
@@ -473,10 +514,9 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         unit = self._swap_units.get(param)
         if unit is None or self.__dict__["state"].get(param) is not unit.param_state:
             return None
-        for slot in unit.slots:
+        for slot in unit.torch_slots():
             if slot.name == name and slot.logical_tensor is unit.param_state.get(name):
-                assert isinstance(slot, TorchSlot)
-                return slot
+                return None if slot.is_rebound() else slot
         return None
 
     def is_held(self, slot: TorchSlot) -> bool:
@@ -527,6 +567,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     @state.setter
     def state(self, states: defaultdict[Tensor, ParamState]) -> None:
         self.__dict__["state"] = states
+        self._swap_check_held = True  # whoever sets it holds it
 
     def state_dict(self) -> StateDict:
         """The original's state dict, its swapped tensors on the host.
@@ -541,10 +582,11 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         self.check_not_torn("state_dict()")
         states: StateDict = super().state_dict()
         # The entries of the original's dict are live, so they would show later tensors.
-        states["state"] = {
-            key: dict(value) if isinstance(value, dict) else value
-            for key, value in states["state"].items()
-        }
+        if isinstance(states.get("state"), dict):  # a hook may have made something else of it
+            states["state"] = {
+                key: dict(value) if isinstance(value, dict) else value
+                for key, value in states["state"].items()
+            }
         return states
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -567,8 +609,9 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         try:
             super().load_state_dict(state_dict)
         except BaseException:
-            self._swap_torn = torn
-            loading.undo()
+            if not loading.is_done:  # else a hook of the user's has failed, after the load
+                self._swap_torn = torn
+                loading.undo()
             raise
         finally:
             pre.remove()
@@ -586,9 +629,13 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called on a bare instance by pickle and deepcopy, and by load_state_dict.
-        if "_swap_devices" not in self.__dict__:
+        is_new = "_swap_devices" not in self.__dict__
+        if is_new:
             self.init_swap(state["swap_config"])
         super().__setstate__({key: value for key, value in state.items() if key != "swap_config"})
+        if is_new and self._swap_prefetch_hook is not None:
+            for group in self.param_groups:
+                self._swap_prefetch_hook.attach(group["params"])
 
 
 def _publish(slot: SwapSlot[Tensor]) -> None:

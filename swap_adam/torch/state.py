@@ -32,10 +32,17 @@ class TorchSlot(SwapSlot[Tensor]):
 
     owner: Tensor = field(kw_only=True)
     param_state: ParamState = field(kw_only=True)
+    address: int = field(kw_only=True, default=0)  # of the bytes that are shown
+
+    def is_rebound(self) -> bool:
+        """Whether the user has given what is shown other memory: ``state["exp_avg"].data = x``."""
+        shown = self.logical_tensor
+        return shown is not None and local(shown).data_ptr() != self.address
 
     def publish(self) -> None:
         """Show the host tensor in the optimizer's state."""
         assert self.cpu_tensor is not None
+        self.address = self.cpu_tensor.data_ptr()
         self.logical_tensor = shown_as(self.owner, self.cpu_tensor)
         self.param_state[self.name] = self.logical_tensor
 
@@ -52,6 +59,7 @@ class TorchUnit(UpdateUnit[Tensor]):
     param_state: ParamState = field(kw_only=True)
     device: torch.device = field(kw_only=True)
     step_copies: list[Tensor] = field(kw_only=True, default_factory=list)
+    is_rebound: bool = field(kw_only=True, default=False)
     _required: frozenset[str] = field(init=False, default=frozenset())
     _seen: int = field(init=False, default=-1)
 
@@ -61,7 +69,7 @@ class TorchUnit(UpdateUnit[Tensor]):
 
     def is_current(self, param_state: ParamState) -> bool:
         """Whether the user has replaced neither the state, nor a part of it, nor the data."""
-        if self.param_state is not param_state or not param_state:
+        if self.param_state is not param_state or not param_state or self.is_rebound:
             return False
         if self.owner.device != self.device:
             return False
@@ -69,6 +77,14 @@ class TorchUnit(UpdateUnit[Tensor]):
             if param_state.get(slot.name) is not slot.logical_tensor:
                 return False
         return not self.slots or self.slots[0].shape == local(self.owner).shape
+
+    def torch_slots(self) -> list[TorchSlot]:
+        """``slots``, all of which are this framework's."""
+        return cast(list[TorchSlot], self.slots)
+
+    def note_rebound(self) -> None:
+        """Look whether a shown tensor has other memory; once it has, the unit is not current."""
+        self.is_rebound = self.is_rebound or any(slot.is_rebound() for slot in self.torch_slots())
 
     def require(self, names: frozenset[str]) -> None:
         """Raise KeyError, as the original does before its update, where a state is missing."""
@@ -186,6 +202,21 @@ def may_adopt(param: Tensor, name: str, value: object, config: SwapOptimizerConf
         and part.untyped_storage().nbytes() == part.numel() * part.element_size()
         and storage_use_count(part) == SOLE_OWNER
     )
+
+
+def is_left_behind(param: Tensor, param_state: ParamState, name: str) -> bool:
+    """Whether a state is on the host, cut out of a swapped one perhaps, and ``param`` is not."""
+    value = param_state.get(name)
+    return (
+        isinstance(value, Tensor)
+        and local(value).device.type == "cpu"
+        and local(param).device.type not in ("cpu", "meta")
+    )
+
+
+def moved_to(device: torch.device, value: Tensor) -> Tensor:
+    """A copy of a state on ``device``, distributed as it was."""
+    return shown_as(value, local(value).to(device))
 
 
 def make_slot(param: Tensor, name: str, like: Tensor, state: ParamState) -> TorchSlot:
