@@ -6,7 +6,6 @@ contract; it can be used by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,10 +140,12 @@ def functional_options(group: ParamGroup) -> dict[str, Any]:
 
 def _base() -> tuple[type[Optimizer], Callable[..., None]]:
     """The class to inherit from and its functional: HyperParallel's where it is installed."""
-    if find_spec("hyper_parallel") is None:
+    try:
+        from hyper_parallel.core.optimizer import adamw as module
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("hyper_parallel"):
+            raise  # it is there and lacks something of its own
         return HyperAdamW, adamw
-    from hyper_parallel.core.optimizer import adamw as module
-
     return module.AdamW, module.adamw
 
 
