@@ -25,7 +25,7 @@ from weakref import WeakSet
 import mindspore
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
+from mindspore.graph.api import _pynative_executor
 from numpy.typing import NDArray
 
 from swap_adam.backend import StreamRole

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from mindspore import mint, nn
-from mindspore.common.api import _pynative_executor
+from mindspore.graph.api import _pynative_executor
 from ms_device import IS_SIMULATED
 from ms_training import Case, assert_same, make_optimizer, train
 

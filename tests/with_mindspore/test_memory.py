@@ -71,7 +71,9 @@ def test_a_tensor_larger_than_a_batch_stays_whole_and_is_listed(device: Simulate
     assert report.whole == tuple(
         f"layer{index}.w (shape {SHAPES[index]})" for index in (0, 2, 3, 5)
     )
-    assert report.pinned_nbytes == report.swapped_nbytes == swapped_nbytes(2)
+    assert report.swapped_nbytes == swapped_nbytes(2)
+    alignment = 15 * 2 * len(SHAPES)
+    assert report.swapped_nbytes <= report.pinned_nbytes <= report.swapped_nbytes + alignment
 
 
 def test_a_deleted_optimizer_leaves_no_memory_behind(device: SimulatedDevice) -> None:

@@ -11,7 +11,9 @@ import tempfile
 from contextlib import AbstractContextManager, nullcontext
 
 # MindFormers writes log files below this directory, by default the current one.
-os.environ.setdefault("LOCAL_DEFAULT_PATH", tempfile.mkdtemp(prefix="mindformers-"))
+if "LOCAL_DEFAULT_PATH" not in os.environ:
+    _logs = tempfile.TemporaryDirectory(prefix="mindformers-", ignore_cleanup_errors=True)
+    os.environ["LOCAL_DEFAULT_PATH"] = _logs.name
 
 import mindspore  # noqa: E402
 

@@ -50,6 +50,9 @@ class Case:
     shapes: Sequence[tuple[int, ...]] = SHAPES
     steps: int = STEPS
 
+    def __str__(self) -> str:
+        return f"{self.original.__name__}: {self.name}"
+
 
 def lr_and_decay_groups(params: list[Parameter]) -> list[Any]:
     return [
