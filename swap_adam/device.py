@@ -107,20 +107,26 @@ class DeviceSwap(Generic[TensorT, EventT]):
     def settle(self, active: Sequence[UpdateUnit[TensorT]], check_held: bool) -> bool:
         """Make the plan for a step over ``active`` units fit, before anything is updated.
 
-        With ``check_held``, states that somebody still holds go to fresh pinned bytes first, and
-        what is held stays as it is. Returns whether any was held.
+        With ``check_held``, :meth:`detach_held` comes first. Returns whether any was held.
         """
-        held: list[SwapSlot[TensorT]] = []
-        if check_held:
-            self.wait_landed()
-            held = [slot for unit in active for slot in unit.slots if self._is_held(slot)]
-            if held:
-                self.store.replace(held)
+        is_held = check_held and self.detach_held()
         if self._plan is None or not self._builder.fits(self._plan, active):
             # The views of a new plan are made on memory that the last step may still have.
             self._pipeline.let_go()
             self._plan = None  # its views are bound anew: without the new plan it is no use
             self._plan = self._builder.build(self.units, active)
+        return is_held
+
+    def detach_held(self) -> bool:
+        """Move states that somebody holds to fresh pinned bytes: what is held stays as it is.
+
+        All of them, also those of units that are not updated now: a later step may not look.
+        Returns whether any was held.
+        """
+        self.wait_landed()
+        held = [slot for unit in self.units for slot in unit.slots if self._is_held(slot)]
+        if held:
+            self.store.replace(held)
         return bool(held)
 
     def acquire(self) -> None:

@@ -168,6 +168,9 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         check_held = self._swap_check_held
         # All of them: each must look, whatever the others find.
         held = [device.settle(units, check_held) for device, units in devices]
+        if check_held:
+            idle = [swap for key, swap in self._swap_devices.items() if key not in swapped]
+            held.extend([swap.detach_held() for swap in idle])
         is_state_held = check_held and self.is_state_held()
         self._swap_check_held = is_state_held or any(held)
         acquired: list[DeviceSwap[TensorT, EventT]] = []

@@ -243,7 +243,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if moved:  # the pieces of a cut parameter know its place
             self.forget_plans()
         if self._swap_check_held:
-            self._detach_held(units)
+            self._detach_held(self._swap_units.values())
         return units
 
     def forget_plans(self) -> None:
@@ -523,7 +523,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         """Whether somebody holds what the optimizer shows for ``slot``."""
         return self._swap_devices[slot.device].backend.is_held_elsewhere(slot)
 
-    def _detach_held(self, units: Sequence[TorchUnit]) -> None:
+    def _detach_held(self, units: Iterable[TorchUnit]) -> None:
         """Held counters and small states become snapshots, like the moments: DeviceSwap.settle.
 
         Large states that the configuration keeps on the device stay live, as the original's:

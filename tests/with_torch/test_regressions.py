@@ -231,6 +231,21 @@ def test_held_states_are_never_read_while_they_are_copied_after_an_interrupt(
     states[pair.params[0]]["exp_avg"].clone()  # no race
 
 
+@pytest.mark.parametrize("index", [0, 2], ids=["swapped", "small"])
+def test_a_held_state_of_a_parameter_without_a_gradient_stays_as_it_was(index: int) -> None:
+    """An expert that the next batch does not use, and the one after does."""
+    pair = Pair([(512, 512), (64, 64), (10,)])
+    pair.step(0)
+    held = dict(pair.ours.state[pair.params[index]])
+    expected = copy.deepcopy(held)
+    pair.step(1, without=(index,))
+    pair.step(2)
+    for name, value in expected.items():
+        assert torch.equal(held[name], value), name
+    del held
+    pair.assert_same()
+
+
 def test_loading_does_not_overwrite_the_old_states_that_somebody_still_holds() -> None:
     pair = Pair()
     pair.step(0)
