@@ -196,7 +196,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         moved = False
         if self._swap_check_held:
             for registered in self._swap_units.values():
-                registered.note_rebound()
+                registered.note_edits()
         param_index = -1
         known = 0  # registered parameters that are still in the groups
         for group_index, group in enumerate(self.param_groups):

@@ -59,7 +59,7 @@ class TorchUnit(UpdateUnit[Tensor]):
     param_state: ParamState = field(kw_only=True)
     device: torch.device = field(kw_only=True)
     step_copies: list[Tensor] = field(kw_only=True, default_factory=list)
-    is_rebound: bool = field(kw_only=True, default=False)
+    is_edited: bool = field(kw_only=True, default=False)
     _required: frozenset[str] = field(init=False, default=frozenset())
     _seen: int = field(init=False, default=-1)
 
@@ -69,7 +69,7 @@ class TorchUnit(UpdateUnit[Tensor]):
 
     def is_current(self, param_state: ParamState) -> bool:
         """Whether the user has replaced neither the state, nor a part of it, nor the data."""
-        if self.param_state is not param_state or not param_state or self.is_rebound:
+        if self.param_state is not param_state or not param_state or self.is_edited:
             return False
         if self.owner.device != self.device:
             return False
@@ -82,9 +82,20 @@ class TorchUnit(UpdateUnit[Tensor]):
         """``slots``, all of which are this framework's."""
         return cast(list[TorchSlot], self.slots)
 
-    def note_rebound(self) -> None:
-        """Look whether a shown tensor has other memory; once it has, the unit is not current."""
-        self.is_rebound = self.is_rebound or any(slot.is_rebound() for slot in self.torch_slots())
+    def note_edits(self) -> None:
+        """Look for edits of the states; after one the unit is not current.
+
+        A shown tensor has other memory, or a state on the host was added, made from a swapped one.
+        """
+        swapped = {slot.name for slot in self.slots}
+        self.is_edited = (
+            self.is_edited
+            or any(slot.is_rebound() for slot in self.torch_slots())
+            or any(
+                is_left_behind(self.owner, self.param_state, name)
+                for name in STATE_KEYS if name not in swapped
+            )
+        )
 
     def require(self, names: frozenset[str]) -> None:
         """Raise KeyError, as the original does before its update, where a state is missing."""

@@ -183,6 +183,22 @@ def test_other_memory_given_to_a_state_tensor_is_what_the_next_steps_use(
     assert pair.ours.state[pair.params[0]]["exp_avg"].device.type == "cpu"
 
 
+@pytest.mark.parametrize("config", [{}, {"state_keys": ("exp_avg", "exp_avg_sq")}])
+def test_amsgrad_can_be_turned_on_with_maxima_made_from_the_swapped_states(
+    config: dict[str, Any]
+) -> None:
+    pair = Pair(**config)
+    pair.step(0)
+    for optimizer, params in pair.sides():
+        optimizer.param_groups[0]["amsgrad"] = True
+        for param in params:
+            state = optimizer.state[param]
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+    pair.step(1)
+    pair.step(2)
+    pair.assert_same()
+
+
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_state_taken_before_the_conversion_is_never_read_while_it_is_copied(inner: bool) -> None:
     params = [Parameter(torch.ones(512, 512, device=DEVICE))]
