@@ -69,6 +69,13 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         """An upper bound of the temporaries that ``step_batch(units)`` has at a time, in bytes."""
         raise NotImplementedError
 
+    def split_resident(
+        self, units: Sequence[UpdateUnit[TensorT]], limit_nbytes: int | None
+    ) -> Iterable[Sequence[UpdateUnit[TensorT]]]:
+        """Parts of ``units``, of which nothing is swapped, whose temporaries are within a batch's
+        (``None``: there is no batch), so that they are there."""
+        return [units] if units else []
+
     def can_cut(self, unit: UpdateUnit[TensorT]) -> bool:
         """Whether pieces of ``unit``, in storage order, can be updated one by one."""
         return False
@@ -181,8 +188,10 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             for device in acquired:
                 device.begin()
             self.begin_update()
-            if resident:  # hides behind the first copy-ins
-                update(resident)
+            plans = [device.plan for device, _ in devices if device.plan is not None]
+            limit = max((plan.scratch_nbytes for plan in plans), default=None)
+            for part in self.split_resident(resident, limit):
+                update(part)  # hides behind the first copy-ins
             while acquired:
                 acquired.pop(0).run(update)
         finally:

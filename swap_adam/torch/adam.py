@@ -1,7 +1,7 @@
 """SwapAdam and SwapAdamW: torch.optim's classes with their moments on the host between steps."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +135,25 @@ class AdamSwapMixin(TorchSwapMixin):
             for unit in units
             if unit.whole is not None and self._swap_group_steps[unit.group_index].fused
         )
+
+    def split_resident(
+        self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
+    ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
+        if limit_nbytes is None:
+            return super().split_resident(units, limit_nbytes)
+        parts: list[list[UpdateUnit[Tensor]]] = []
+        room = 0
+        for unit in units:
+            nbytes = 0  # of the temporaries of all units of a call, which only foreach has
+            if self._swap_group_steps[unit.group_index].foreach:
+                param_nbytes = unit.param.numel() * unit.param.element_size() * unit.repeats
+                nbytes = FOREACH_TEMPORARIES * align(param_nbytes, DEVICE_ALIGNMENT_NBYTES)
+            if not parts or nbytes > room:
+                parts.append([])
+                room = limit_nbytes
+            parts[-1].append(unit)
+            room -= nbytes
+        return parts
 
     def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
         group, step = self.param_groups[group_index], self._swap_group_steps[group_index]

@@ -352,3 +352,25 @@ def test_a_copied_optimizer_still_prefetches_in_backward() -> None:
     copied, optimizer = copy.deepcopy((param, SwapAdamW([param], swap_config=config)))
     (copied * copied).sum().backward()
     assert optimizer._swap_prefetch_hook.has_fired  # type: ignore[union-attr]
+
+
+def test_resident_states_cost_no_temporaries_beyond_those_of_a_batch(
+    simulator: ModuleType
+) -> None:
+    """Keeping states on the device must not cost half as much again while foreach updates them."""
+    pair = Pair([(64, 64)] * 24 + [(512, 512)], resident_nbytes=24 * 2 * 64 * 64 * 4)
+    for seed in range(3):
+        pair.step(seed)
+    pair.assert_same()
+    pair.step(3)
+    pair.give_gradients(4)
+    torch.accelerator.synchronize()
+    held = simulator.memory_held(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    pair.ours.step()
+    (report,) = pair.ours.swap_report().values()
+    peak = simulator.max_memory_held(0) - held
+    assert peak <= report.staging_nbytes + report.scratch_nbytes
+    torch.accelerator.synchronize()
+    pair.native.step()
+    pair.assert_same()
