@@ -525,6 +525,10 @@ def interrupted_at(line: int, call: Callable[[], None]) -> tuple[int, bool]:
         return local
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
+        # Python itself swallows an exception in __del__, and one on the way out of a `with` leaves
+        # the stream of a copy set: no code of ours could put either right.
+        if frame.f_code.co_name in ("__del__", "copy"):
+            return None
         name = frame.f_code.co_filename
         return local if "/swap_adam/" in name and "/simulator/" not in name else None
 
