@@ -24,7 +24,11 @@ _MODULE_OF_NAME = {
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        where = "; the swap optimizers are in swap_adam.torch and swap_adam.mindspore"
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}"
+            + (where if name.startswith("Swap") else "")
+        )
     from importlib import import_module
 
     value: object = getattr(import_module(_MODULE_OF_NAME[name]), name)

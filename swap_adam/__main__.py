@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
         + "\n\nEach command has a --help of its own.",
     )
     parser.add_argument("command", choices=sorted(MODULE_OF_COMMAND))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
+    rest.required = False  # argparse takes it for required, and would name it beside the command
     arguments = parser.parse_args(argv)
     module = import_module(MODULE_OF_COMMAND[arguments.command])
     run = cast(Callable[[Sequence[str]], int], module.main)

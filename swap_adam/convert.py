@@ -57,7 +57,15 @@ def _half_of(optimizer: object) -> _Half:
             half = cast(_Half, import_module(f"swap_adam.{framework}.convert"))
             if half.is_optimizer(optimizer):
                 return half
+    if isinstance(optimizer, type):
+        raise TypeError(
+            f"cannot convert the class {optimizer.__module__}.{optimizer.__qualname__}: make an "
+            "optimizer of it and convert that"
+        )
+    remedy = ""
+    if hasattr(optimizer, "optimizer"):
+        remedy = "; if it wraps an optimizer, convert that one, its attribute `optimizer`"
     raise TypeError(
         f"cannot convert a {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
-        f"supported are exactly: {SUPPORTED}"
+        f"supported are exactly: {SUPPORTED}{remedy}"
     )

@@ -198,7 +198,10 @@ def choose_accelerator(name: str) -> Accelerator:
     if name == "simulated" or (name == "auto" and not is_real):
         return SimulatedAccelerator()
     if not is_real or found is None:
-        raise RuntimeError(f"device {name!r} is asked for, and torch finds no accelerator here")
+        raise RuntimeError(
+            f"device {name!r} is asked for, and torch finds no accelerator here; "
+            "'simulated' works without one"
+        )
     device = torch.device(found.type) if name == "auto" else torch.device(name)
     if device.type != found.type:
         raise RuntimeError(f"device {name!r} is asked for; the accelerator here is {found.type!r}")

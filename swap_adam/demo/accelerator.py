@@ -177,5 +177,8 @@ def choose_accelerator(name: str, link: str) -> Accelerator:
     there = torch.accelerator.current_accelerator(check_available=True)
     if there is None or there.type != device.type:
         is_there = "no accelerator" if there is None else f"the accelerator {there.type!r}"
-        raise RuntimeError(f"device {name!r} is asked for, and torch finds {is_there} here")
+        raise RuntimeError(
+            f"device {name!r} is asked for, and torch finds {is_there} here; "
+            "'simulated' works without one"
+        )
     return RealAccelerator(torch.device(device.type, device.index or 0))

@@ -12,6 +12,7 @@ from swap_adam.forecast.params import ITEMSIZE, ParamSpec, equal_params, parse_p
 from swap_adam.simulator.costs import LINKS
 
 DEFAULT_TENSORS = 300
+DEFAULT_DTYPE = "float32"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +47,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _swap_times(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number or auto, got {text!r}") from None
+
+
+def _count(text: str) -> int:
+    """A whole number, also as 7e9."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+        if number == int(number):
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise argparse.ArgumentTypeError(f"a whole number such as 7e9, got {text!r}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,12 +75,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="A shape is [COUNT*]SHAPE[:DTYPE], such as 32*4096x4096:bfloat16.",
     )
     model = parser.add_argument_group("the model: either its size or its shapes")
-    model.add_argument("--params", type=float, metavar="N", help="elements in all, such as 7e9")
+    model.add_argument("--params", type=_count, metavar="N", help="elements in all, such as 7e9")
     model.add_argument(
-        "--tensors", type=int, default=DEFAULT_TENSORS, metavar="N",
+        "--tensors", type=_count, metavar="N",
         help=f"with --params: how many, all of the same size ({DEFAULT_TENSORS})",
     )
-    model.add_argument("--dtype", choices=sorted(ITEMSIZE), default="float32", help="with --params")
+    model.add_argument(
+        "--dtype", choices=sorted(ITEMSIZE), help=f"with --params: of all ({DEFAULT_DTYPE})"
+    )
     model.add_argument("--shape", action="append", default=[], help="of a parameter; repeat it")
     model.add_argument("--shapes", type=Path, metavar="FILE", help="with a shape on each line")
     optimizer = parser.add_argument_group("the optimizer")
@@ -72,10 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     config = parser.add_argument_group("the configuration, see docs/configuration.md")
     config.add_argument("--swap-times", type=_swap_times, default=16, metavar="N|auto")
-    config.add_argument("--staging-nbytes", type=int, metavar="N", help="with --swap-times auto")
+    config.add_argument("--staging-nbytes", type=_count, metavar="N", help="with --swap-times auto")
     config.add_argument("--state-keys", nargs="+", choices=STATE_KEYS)
-    config.add_argument("--min-numel", type=int, default=SwapOptimizerConfig.min_numel)
-    config.add_argument("--resident-nbytes", type=int, default=0, metavar="N")
+    config.add_argument("--min-numel", type=_count, default=SwapOptimizerConfig.min_numel)
+    config.add_argument("--resident-nbytes", type=_count, default=0, metavar="N")
     config.add_argument("--drain-in-step", action="store_true")
     config.add_argument("--per-tensor", action="store_true", help="packed_swap=False")
     config.add_argument("--whole-tensors", action="store_true", help="split_tensors=False")
@@ -93,7 +114,17 @@ def _params(arguments: argparse.Namespace) -> list[ParamSpec]:
     if (arguments.params is None) == (not lines):
         raise ValueError("give either --params, or --shape or --shapes")
     if arguments.params is not None:
-        return equal_params(int(arguments.params), arguments.tensors, arguments.dtype)
+        return equal_params(
+            arguments.params,
+            DEFAULT_TENSORS if arguments.tensors is None else arguments.tensors,
+            arguments.dtype or DEFAULT_DTYPE,
+        )
+    for option, value in (("--tensors", arguments.tensors), ("--dtype", arguments.dtype)):
+        if value is not None:
+            raise ValueError(
+                f"{option} {value} goes with --params; a shape says both itself, "
+                "such as 32*4096x4096:bfloat16"
+            )
     return [spec for line in lines for spec in parse_params(line)]
 
 

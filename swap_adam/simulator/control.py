@@ -21,8 +21,10 @@ def enable(device_count: int | None = None) -> None:
     """Registers the device ``simulated`` with torch, building it on first use.
 
     ``device_count`` devices (2 unless said) share one host. Calling it again does nothing; another
-    device count than the first is a ValueError. torch has one slot for a device of this kind, so a
-    process in which torch_npu or the like is loaded is refused with a RuntimeError.
+    device count than the first is a ValueError. Call it before the first ``backward()`` of the
+    process, whatever that runs on: torch's autograd counts devices once. torch has one slot for a
+    device of this kind, so a process in which torch_npu or the like is loaded is refused with a
+    RuntimeError.
     """
     global _device_count
     if _device_count:

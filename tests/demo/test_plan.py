@@ -145,6 +145,8 @@ def test_the_command_prints_bytes_and_times(
         ["--params", "1e6", "--shape", "1000"],
         ["--shapes", "no-such-file"],
         ["--params", "1e6", "--swap-times", "0"],
+        ["--shape", "1000", "--dtype", "bfloat16"],
+        ["--shape", "1000", "--tensors", "2"],
     ],
 )
 def test_the_command_exits_with_2_for_what_it_cannot_plan(
@@ -152,6 +154,18 @@ def test_the_command_exits_with_2_for_what_it_cannot_plan(
 ) -> None:
     assert main(["plan", *options]) == 2
     assert capsys.readouterr().err
+
+
+def test_the_command_reads_counts_as_7e9(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for options in (["--params", "1e6", "--resident-nbytes", "2e6"],
+                    ["--params", "1000000", "--resident-nbytes", "2000000"]):
+        assert main(["plan", *options]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    with pytest.raises(SystemExit):
+        main(["plan", "--params", "7B"])
+    assert "a whole number such as 7e9, got '7B'" in capsys.readouterr().err
 
 
 def test_resident_states_are_those_that_the_library_keeps() -> None:

@@ -210,8 +210,10 @@ def test_only_exact_types() -> None:
         swap_optimizer(training(torch.optim.SGD).optimizer)
     with pytest.raises(TypeError, match="convert that one, its attribute"):
         swap_optimizer(WrappingOptimizer(run.optimizer))
-    with pytest.raises(TypeError, match="cannot convert a .*Wrapper"):
+    with pytest.raises(TypeError, match="cannot convert a .*Wrapper.*its attribute `optimizer`"):
         swap_optimizer(Wrapper(run.optimizer))
+    with pytest.raises(TypeError, match="cannot convert the class torch.optim.adamw.AdamW"):
+        swap_optimizer(torch.optim.AdamW)
     with pytest.raises(TypeError, match="not a swap optimizer"):
         unswap_optimizer(run.optimizer)
 
