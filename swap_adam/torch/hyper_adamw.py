@@ -16,7 +16,8 @@ from torch.optim.optimizer import ParamsT
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.layout import DEVICE_ALIGNMENT_NBYTES
 from swap_adam.slot import UpdateUnit
-from swap_adam.torch.optimizer import ParamGroup, TorchSwapMixin
+from swap_adam.torch.optimizer import TorchSwapMixin
+from swap_adam.torch.registration import ParamGroup
 from swap_adam.torch.state import ParamState, TorchUnit
 from swap_adam.torch.update_lists import UpdateLists
 
