@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import swap_adam.simulator as simulator
+from swap_adam import SwapOptimizerConfig
+from swap_adam.torch import SwapAdamW
 
 
 def full(value: float, numel: int = 4) -> torch.Tensor:
@@ -56,7 +64,7 @@ def races(rank: int) -> None:
     torch.accelerator.synchronize()
 
 
-def sharded(rank: int) -> None:
+def sharded(rank: int, make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     torch.manual_seed(0)
     reference = torch.nn.Sequential(
         torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
@@ -66,8 +74,8 @@ def sharded(rank: int) -> None:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
     optimizers = [
-        torch.optim.AdamW(parameters.parameters(), lr=1e-2, foreach=True)
-        for parameters in (reference, model)
+        torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=True),
+        make_optimizer(model.parameters(), lr=1e-2),
     ]
     for _ in range(3):
         data = torch.randn(8, 16, dtype=torch.float64)
@@ -80,6 +88,13 @@ def sharded(rank: int) -> None:
         for expected, parameter in zip(reference.parameters(), model.parameters()):
             assert isinstance(parameter, DTensor)
             assert torch.allclose(expected, parameter.full_tensor().cpu(), rtol=0, atol=1e-9)
+    if isinstance(optimizers[1], SwapAdamW):
+        (report,) = optimizers[1].swap_report().values()
+        assert report.swapped_nbytes == 2 * 8 * sum(
+            parameter.to_local().numel() for parameter in model.parameters()
+        )
+        states = get_optimizer_state_dict(model, optimizers[1])
+        set_optimizer_state_dict(model, optimizers[1], states)
     assert simulator.violations() == []
 
 
@@ -90,6 +105,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=sys.argv[2], rank=own_rank, world_size=2)
     collectives(own_rank)
     races(own_rank)
-    sharded(own_rank)
+    sharded(own_rank, partial(torch.optim.AdamW, foreach=True))
+    sharded(own_rank, partial(SwapAdamW, swap_config=SwapOptimizerConfig(min_numel=0)))
     dist.destroy_process_group()
     print("fine")
