@@ -136,3 +136,19 @@ def assert_same_tree(native: Any, swapped: Any, where: str = "state_dict") -> No
             assert_same_tree(value, other, f"{where}[{index}]")
     else:
         assert_equal(native, swapped, where)
+
+
+def moved_nbytes() -> tuple[int, int]:
+    """Bytes copied to the device and from it so far, where the device tells; else zeros."""
+    if not IS_SIMULATED:
+        return 0, 0
+    from swap_adam import simulator
+
+    counters = simulator.counters()
+    return counters.copies_in_nbytes, counters.copies_out_nbytes
+
+
+def assert_states_moved(before: tuple[int, int], nbytes: int) -> None:
+    """``nbytes`` have gone in and out since ``before``: more than data and losses alone."""
+    if IS_SIMULATED:
+        assert all(now - then >= nbytes for now, then in zip(moved_nbytes(), before))

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from drop_in_parity import DEVICE, IS_SIMULATED, assert_same_states, swapped_nbytes
+from drop_in_parity import (
+    DEVICE,
+    assert_same_states,
+    assert_states_moved,
+    moved_nbytes,
+    swapped_nbytes,
+)
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer
 from swap_adam.torch import SwapAdam, SwapAdamW
@@ -27,17 +33,6 @@ def device_for_accelerate(monkeypatch) -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def transfers() -> Iterator[None]:
-    """States must have been moved over the link in both directions."""
-    yield
-    if IS_SIMULATED:
-        from swap_adam import simulator
-
-        counters = simulator.counters()
-        assert counters.copies_in_nbytes > 0 and counters.copies_out_nbytes > 0
 
 
 def make_llama() -> torch.nn.Module:
@@ -101,7 +96,7 @@ def assert_same_trainers(native: transformers.Trainer, swapped: transformers.Tra
     ("converted", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}),
     ("converted", {"gradient_checkpointing": True}),
 ])
-def test_trainer_trains_and_resumes(how, options, tmp_path: Path, transfers) -> None:
+def test_trainer_trains_and_resumes(how, options, tmp_path: Path) -> None:
     if how != "converted":
         # The Trainer's own groups exempt some parameters from decay; these are one group.
         options = {**options, "weight_decay": 0.0}
@@ -119,9 +114,11 @@ def test_trainer_trains_and_resumes(how, options, tmp_path: Path, transfers) -> 
         )
     native.train()
     swapped = make_trainer(tmp_path / "swap", how, **options)
+    before = moved_nbytes()
     swapped.train()
     assert type(inner(swapped.optimizer)) is SwapAdamW
     assert swapped_nbytes(inner(swapped.optimizer)) > 0
+    assert_states_moved(before, 4 * swapped_nbytes(inner(swapped.optimizer)))
     assert_same_trainers(native, swapped)
 
     # From its own checkpoint, and from the native one.
@@ -181,7 +178,7 @@ def assert_same_accelerated(native: Accelerated, swapped: Accelerated) -> None:
 ])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_accelerate_trains_and_resumes(
-    native_class, swap_class, options, mixed_precision, tmp_path: Path, transfers
+    native_class, swap_class, options, mixed_precision, tmp_path: Path
 ) -> None:
     native = Accelerated(native_class, mixed_precision, **options)
     swapped = Accelerated(swap_class, mixed_precision, swap_config=CONFIG, **options)
@@ -192,25 +189,30 @@ def test_accelerate_trains_and_resumes(
     resumed = Accelerated(swap_class, mixed_precision, swap_config=CONFIG, **options)
     resumed.accelerator.load_state(str(tmp_path))
     losses = native.train()
+    before = moved_nbytes()
     assert swapped.train() == losses
+    # Two steps, of two batches each.
+    assert_states_moved(before, 2 * swapped_nbytes(swapped.optimizer.optimizer))
     assert resumed.train() == losses
     assert_same_accelerated(native, swapped)
     assert_same_accelerated(native, resumed)
     assert swapped_nbytes(resumed.optimizer.optimizer) > 0
 
 
-def test_accelerate_a_prepared_optimizer_is_converted_inside_its_wrapper(transfers) -> None:
+def test_accelerate_a_prepared_optimizer_is_converted_inside_its_wrapper() -> None:
     native, swapped = Accelerated(torch.optim.AdamW), Accelerated(torch.optim.AdamW)
     assert native.train() == swapped.train()
     with pytest.raises(TypeError, match="it wraps an optimizer: convert that one"):
         swap_optimizer(swapped.optimizer)
     swap_optimizer(swapped.optimizer.optimizer, CONFIG)
+    before = moved_nbytes()
     assert native.train() == swapped.train()
+    assert_states_moved(before, 2 * swapped_nbytes(swapped.optimizer.optimizer))
     assert_same_accelerated(native, swapped)
     assert swapped_nbytes(swapped.optimizer.optimizer) > 0
 
 
-def test_accelerate_a_loss_scaler_keeps_the_step_of_before(transfers) -> None:
+def test_accelerate_a_loss_scaler_keeps_the_step_of_before() -> None:
     # With a GradScaler accelerate keeps `optimizer.step` as it was when it wrapped it.
     def scaled(run: Accelerated) -> Accelerated:
         run.optimizer = accelerate.optimizer.AcceleratedOptimizer(
@@ -231,7 +233,9 @@ def test_accelerate_a_loss_scaler_keeps_the_step_of_before(transfers) -> None:
     native = scaled(Accelerated(torch.optim.AdamW))
     swapped = scaled(Accelerated(torch.optim.AdamW))
     swap_optimizer(swapped.optimizer.optimizer, CONFIG)
+    before = moved_nbytes()
     assert train(native) == train(swapped)
+    assert_states_moved(before, 4 * swapped_nbytes(swapped.optimizer.optimizer))
     assert_same_accelerated(native, swapped)
     assert swapped_nbytes(swapped.optimizer.optimizer) > 0
 
