@@ -47,7 +47,9 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 if all runs are bitwise equal, 1 if not, 2 if it cannot run."""
     parser = argparse.ArgumentParser(
-        prog="python -m swap_adam demo --framework mindspore", description=__doc__,
+        prog="python -m swap_adam demo --framework mindspore",
+        description="Handwritten digits, with nn.Adam and with SwapMSAdam, on MindSpore's CPU as "
+        "the simulated device.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=3, help="rounds over the digits (3)")
