@@ -24,16 +24,20 @@ class DeviceReport:
     bounds a batch, but for the parameters in ``whole``: they are larger and cannot be cut.
     ``staging_nbytes`` is the most that a step holds for the states, and ``scratch_nbytes`` what it
     makes sure is there for the temporaries of an update; both are 0 before the first step.
+    ``resident_nbytes`` are those of eligible states that stay on the device by choice, which
+    ``resident`` names.
     """
 
-    swapped_nbytes: int
-    pinned_nbytes: int
-    swap_times: int
-    batch_count: int
-    batch_nbytes: int
-    staging_nbytes: int
-    scratch_nbytes: int
-    whole: tuple[str, ...]
+    swapped_nbytes: int = 0
+    pinned_nbytes: int = 0
+    swap_times: int = 0
+    batch_count: int = 0
+    batch_nbytes: int = 0
+    staging_nbytes: int = 0
+    scratch_nbytes: int = 0
+    whole: tuple[str, ...] = ()
+    resident_nbytes: int = 0
+    resident: tuple[str, ...] = ()
 
 
 class DeviceSwap(Generic[TensorT, EventT]):

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swap_adam.config import STATE_KEYS
-from swap_adam.device import DeviceSwap
+from swap_adam.device import DeviceReport, DeviceSwap
 from swap_adam.mixin import SwapPipelineMixin, weakly
 from swap_adam.slot import Residency, SwapSlot
 from swap_adam.torch.backend import TorchBackend
@@ -285,6 +286,21 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
     def resident(self) -> ResidentStates:
         """Which eligible states stay on the device."""
         return self._swap_resident
+
+    def swap_report(self) -> dict[str, DeviceReport]:
+        reports = super().swap_report()
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = {id(param): index for index, param in enumerate(params)}
+        for device, kept in self.resident.by_device().items():
+            reports[str(device)] = replace(
+                reports.get(str(device), DeviceReport()),
+                resident_nbytes=sum(state.nbytes for state in kept),
+                resident=tuple(
+                    f"{state.name} of {self.describe_param(indices[id(state.param)])}"
+                    for state in kept if id(state.param) in indices
+                ),
+            )
+        return reports
 
     def find_slot(self, param: Tensor, name: str) -> TorchSlot | None:
         """The slot that holds the state ``name`` of ``param`` now."""

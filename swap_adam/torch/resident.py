@@ -52,6 +52,11 @@ class ResidentStates:
         for nbytes in self._kept.pop(param, {}).values():
             self._taken[device] -= nbytes
 
-    def nbytes(self, device: torch.device) -> int:
-        """Bytes of eligible states that stay on ``device``."""
-        return self._taken.get(device, 0)
+    def by_device(self) -> dict[torch.device, list[Candidate]]:
+        """What stays on each device, in the order of the choice."""
+        kept: dict[torch.device, list[Candidate]] = {}
+        for param, states in self._kept.items():
+            kept.setdefault(local(param).device, []).extend(
+                Candidate(param, name, nbytes) for name, nbytes in states.items()
+            )
+        return kept

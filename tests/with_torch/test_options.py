@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from training import (
-    SHAPES, assert_same_training, assert_trains_alike, dense_gradient, make_pair, make_params,
-    noise, on_device, on_host, params_of, train,
+    SHAPES, SWAP_CLASS, assert_same_training, assert_trains_alike, dense_gradient, make_pair,
+    make_params, noise, on_device, on_host, params_of, train,
 )
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer
@@ -223,6 +223,35 @@ def test_states_stay_on_the_device_up_to_the_budget_and_never_above(
     expected = kept[0] if kept else set()
     assert on_device(optimizer) == [expected, set()]
     assert on_host(optimizer) == [BOTH - expected, BOTH]
+
+
+def test_what_stays_on_the_device_is_reported_and_stays_the_same() -> None:
+    shapes = [(40, 50), (30, 50), (60, 50)]
+    config = SwapOptimizerConfig(resident_nbytes=30_000, swap_times=3)
+    optimizer = SWAP_CLASS[AdamW](make_params(shapes), swap_config=config)  # type: ignore[call-arg]
+    reports = []
+    for step_index in range(4):
+        train(optimizer, range(step_index, step_index + 1))
+        (report,) = optimizer.swap_report().values()
+        reports.append(report)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert len(set(reports)) == 1
+    # The largest first: both of the third tensor, and what still fits of the others.
+    assert report.resident_nbytes == 2 * 12_000 + 6_000
+    assert report.resident == (
+        "exp_avg of parameter 2 of its group (shape (60, 50))",
+        "exp_avg_sq of parameter 2 of its group (shape (60, 50))",
+        "exp_avg of parameter 1 of its group (shape (30, 50))",
+    )
+    assert report.swapped_nbytes == 2 * 8_000 + 6_000
+
+
+def test_a_device_on_which_everything_stays_is_reported_too() -> None:
+    config = SwapOptimizerConfig(resident_nbytes=10**9)
+    optimizer = SWAP_CLASS[AdamW](make_params([(40, 50)]), swap_config=config)  # type: ignore
+    train(optimizer, 1)
+    (report,) = optimizer.swap_report().values()
+    assert (report.resident_nbytes, report.swapped_nbytes) == (16_000, 0)
 
 
 @pytest.mark.simulator_only
