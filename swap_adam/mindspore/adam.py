@@ -76,7 +76,22 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
         gradients = self.gradients_centralization(gradients)
         gradients = self.scale_grad(gradients)
         self._swap_step.gradients = self._grad_sparse_indices_deduplicate(gradients)
+        self._check_dtypes(self._swap_step.gradients)
         self._swap_step.lr = self.get_lr()
+
+    def _check_dtypes(self, gradients: Sequence[Tensor]) -> None:
+        """Raise what the kernel would, which casts gradients to the parameter's dtype and never
+        the other way, before anything has changed."""
+        for index, (param, grad) in enumerate(zip(self.parameters, gradients)):
+            is_fraction = grad.is_floating_point() or grad.is_complex()
+            if not is_fraction or grad.dtype == param.dtype or (
+                grad.is_floating_point() and grad.itemsize < param.itemsize
+            ):
+                continue
+            raise TypeError(
+                f"the gradient of {self.describe_param(index)} is {grad.dtype}, which cannot "
+                f"update a {param.dtype} parameter; cast it to {param.dtype}"
+            )
 
     def begin_update(self) -> None:
         super().begin_update()

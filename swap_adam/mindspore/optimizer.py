@@ -274,6 +274,9 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     def _move_out(self, target: str, backend: MindSporeBackend) -> None:
         config = self.swap_config
         states = [state for unit in self._swap_units for state in unit.resting.values()]
+        for state in states:
+            if state.has_init:  # made inside no_init_parameters(): it has no memory yet
+                state.init_data()
         pointers = unique_pointers([*states, *self.parameters])
         for unit in self._swap_units:
             unit.slots.extend(
@@ -334,6 +337,11 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         replaced = [slot for slot in self._slots() if slot.is_replaced]
         for slot in replaced:
             slot.check_replacement()
+        pointers = {slot.pointer for slot in replaced}
+        for slot in replaced:
+            if local(slot.state).data_ptr() in pointers:
+                # The memory of a state that is about to be overwritten, its own perhaps.
+                slot.detach()
         for slot in replaced:
             slot.adopt(self._backend())
 

@@ -30,9 +30,13 @@ class MindSporeSlot(SwapSlot[Tensor]):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the user has put another tensor into the Parameter."""
-        replaced: bool = local(self.state).data_ptr() != self.pointer
-        return replaced
+        """Whether the user has put another tensor into the Parameter, or another view of it."""
+        value = local(self.state)
+        return (
+            value.data_ptr() != self.pointer
+            or tuple(value.shape) != self.shape
+            or not value.is_contiguous()
+        )
 
     @property
     def is_viewed(self) -> bool:
@@ -53,6 +57,10 @@ class MindSporeSlot(SwapSlot[Tensor]):
                 f"{tuple(value.shape)} and dtype {value.dtype}; it must have shape {self.shape} "
                 f"and dtype {self.dtype}: set it to such a tensor before the next update"
             )
+
+    def detach(self) -> None:
+        """Give the Parameter a copy of what it shows, which nothing else writes to."""
+        show(self.state, Tensor.from_numpy(local(self.state).asnumpy().copy()))
 
     def adopt(self, backend: MindSporeBackend) -> None:
         """Take the value that the user has put into the Parameter. The caller has checked it."""

@@ -29,7 +29,7 @@ from mindspore.graph.api import _pynative_executor
 from numpy.typing import NDArray
 
 from swap_adam.backend import StreamRole
-from swap_adam.mindspore.backend import as_parameter, numpy_dtype, register_device
+from swap_adam.mindspore.backend import as_parameter, find_backend, numpy_dtype, register_device
 from swap_adam.slot import SwapSlot
 
 TARGET = "CPU"
@@ -311,11 +311,12 @@ def mindspore_device(capacity_nbytes: int | None = None) -> Iterator[SimulatedDe
             "call mindspore.set_device('CPU') first"
         )
     device = SimulatedDevice(capacity_nbytes)
+    outer = find_backend(TARGET)
     register_device(TARGET, lambda: SimulatedBackend(device))
     try:
         yield device
     finally:
-        register_device(TARGET, None)
+        register_device(TARGET, outer)
 
 
 def _finish_kernels() -> None:

@@ -1,0 +1,141 @@
+"""What users would have lost to defects that were found by trying to break it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+from mindspore.nn.utils import no_init_parameters
+from ms_mindformers import AdamW
+from ms_training import (
+    SWAP_CLASS,
+    Case,
+    Outcome,
+    assert_same,
+    gradients_of,
+    make_optimizer,
+    values_of,
+)
+
+from swap_adam import SwapOptimizerConfig, swap_optimizer
+from swap_adam.simulator.mindspore import SimulatedDevice, mindspore_device
+
+ADAM = Case("default", nn.Adam)
+
+
+@pytest.mark.simulator_only
+def test_a_simulated_device_inside_another_does_not_switch_the_outer_one_off() -> None:
+    with mindspore_device() as outer:
+        with mindspore_device() as inner:
+            make_optimizer(ADAM, SwapOptimizerConfig(4))
+        assert inner is not outer
+        optimizer = make_optimizer(ADAM, SwapOptimizerConfig(4))
+        assert outer.pinned_nbytes > 0
+        optimizer(gradients_of(optimizer, ADAM, 0))
+        assert outer.copies > 0
+
+
+@pytest.mark.parametrize("original", [nn.Adam, nn.AdamWeightDecay, AdamW])
+@pytest.mark.parametrize("is_converted", [False, True], ids=["made", "converted"])
+def test_states_made_without_memory_are_swapped_all_the_same(
+    device: SimulatedDevice | None, original: type, is_converted: bool
+) -> None:
+    outcomes = []
+    for config in (None, SwapOptimizerConfig(4)):
+        with no_init_parameters():
+            network = nn.Dense(64, 64)
+            if config is None or is_converted:
+                optimizer = original(network.trainable_params())
+            else:
+                optimizer = SWAP_CLASS[original](network.trainable_params(), swap_config=config)
+        if config is not None and is_converted:
+            swap_optimizer(optimizer, config)
+        network.init_parameters_data()
+        optimizer.init_parameters_data()
+        for param in network.trainable_params():
+            param.set_data(Tensor(np.ones(param.shape, np.float32)))
+        gradients = tuple(Tensor(np.full(p.shape, 0.5, np.float32)) for p in optimizer.parameters)
+        returned = [optimizer(gradients) for _ in range(3)][-1]
+        outcomes.append(Outcome(optimizer, returned, values_of(optimizer)))
+    assert_same(*outcomes)
+    if device is not None:
+        assert device.pinned_nbytes == 2 * 64 * 64 * 4
+        assert device.held_nbytes == 0
+
+
+def _transpose(first: Parameter, second: Parameter) -> None:
+    first.set_data(first.T)
+
+
+def _exchange(first: Parameter, second: Parameter) -> None:
+    kept = Parameter(Tensor([0.0]))
+    kept.set_data(first)
+    first.set_data(second)
+    second.set_data(kept)
+
+
+@pytest.mark.parametrize("rearrange", [_transpose, _exchange])
+def test_states_rearranged_among_themselves_count(
+    device: SimulatedDevice | None, rearrange: Callable[[Parameter, Parameter], None]
+) -> None:
+    swapped = make_optimizer(ADAM, SwapOptimizerConfig(4))
+    swapped(gradients_of(swapped, ADAM, 0))
+    rearrange(swapped.moment1[0], swapped.moment2[0])
+    native = make_optimizer(ADAM)
+    for name, value in values_of(swapped).items():
+        param = {param.name: param for param in native.get_parameters()}[name]
+        param.set_data(Tensor(np.ascontiguousarray(value)))
+    outcomes = [
+        Outcome(optimizer, optimizer(gradients_of(optimizer, ADAM, 1)), values_of(optimizer))
+        for optimizer in (native, swapped)
+    ]
+    assert_same(*outcomes)
+
+
+def test_a_state_reshaped_in_place_is_refused(device: SimulatedDevice | None) -> None:
+    optimizer = make_optimizer(ADAM, SwapOptimizerConfig(4))
+    state = optimizer.moment1[0]
+    state.set_data(state.reshape(-1))
+    before = values_of(optimizer)
+    if device is None:
+        return
+    with pytest.raises(ValueError, match=r"shape \(4096,\).*must have shape \(64, 64\)"):
+        optimizer(gradients_of(optimizer, ADAM, 0))
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("param_dtype, grad_dtype", [
+    (mindspore.float16, mindspore.float32),
+    (mindspore.float32, mindspore.float64),
+    (mindspore.float32, mindspore.complex64),
+], ids=str)
+def test_a_gradient_of_a_wider_dtype_is_the_originals_error_and_tears_nothing(
+    device: SimulatedDevice | None, param_dtype: object, grad_dtype: object
+) -> None:
+    case = Case("default", nn.Adam, dtype=param_dtype)
+    for config in (None, SwapOptimizerConfig(4)):
+        optimizer = make_optimizer(case, config)
+        before = values_of(optimizer)
+        good = gradients_of(optimizer, case, 0)
+        with pytest.raises(TypeError) as caught:
+            optimizer(tuple(grad.astype(grad_dtype) for grad in good))
+        if config is not None:
+            assert "layer0.w" in str(caught.value) and "cast it to" in str(caught.value)
+        for name, value in values_of(optimizer).items():
+            np.testing.assert_array_equal(value, before[name])
+        optimizer(good)
+
+
+@pytest.mark.parametrize("grad_dtype", [mindspore.float16, mindspore.int32], ids=str)
+def test_a_gradient_of_a_narrower_dtype_is_taken_as_by_the_original(
+    device: SimulatedDevice | None, grad_dtype: object
+) -> None:
+    outcomes = []
+    for config in (None, SwapOptimizerConfig(4)):
+        optimizer = make_optimizer(ADAM, config)
+        gradients = tuple(g.astype(grad_dtype) for g in gradients_of(optimizer, ADAM, 0))
+        outcomes.append(Outcome(optimizer, optimizer(gradients), values_of(optimizer)))
+    assert_same(*outcomes)
