@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import mindspore
-from mindspore import Parameter, Tensor, mint
+from mindspore import Parameter, Tensor, mint, ops
 from mindspore.graph._utils.check_jit_forbidden_api import jit_forbidden_register
 from mindspore.runtime import Event, Stream, StreamCtx, current_stream
 
@@ -76,6 +76,25 @@ def as_parameter(view: Tensor, name: str) -> Parameter:
     parameter = Parameter(Tensor([0], view.dtype), name=name, requires_grad=False)
     parameter.set_data(view)
     return parameter
+
+
+@functools.cache
+def _of_too_many_dimensions() -> Tensor:
+    return Tensor([[[[[[[[[0.0]]]]]]]]])
+
+
+def is_view(param: Tensor) -> bool:
+    """Whether to MindSpore ``param`` is a view, be it one of all its memory, in order.
+
+    Nothing tells, except that an assignment to one is refused before its operands are compared.
+    """
+    try:
+        ops.Assign()(param, _of_too_many_dimensions())
+    except RuntimeError as error:
+        return "view input" in str(error)
+    except (TypeError, ValueError):
+        pass
+    return False
 
 
 def host_owner(tensor: Tensor) -> object:

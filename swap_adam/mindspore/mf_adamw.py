@@ -41,6 +41,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         "master_param": "fp32_params",
     }
     default_packed = True
+    takes_views = True
     original = AdamW
 
     def __init__(

@@ -15,6 +15,7 @@ from swap_adam.mindspore.backend import (
     MindSporeBackend,
     find_backend,
     forbid_in_graphs,
+    is_view,
     no_grad,
 )
 from swap_adam.mindspore.state import (
@@ -25,6 +26,7 @@ from swap_adam.mindspore.state import (
     may_swap,
     show,
     unique_pointers,
+    unshadow,
 )
 from swap_adam.mixin import SwapPipelineMixin, weakly
 from swap_adam.plan import partition_units
@@ -65,6 +67,8 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     # The original's attribute for each state, by the name that the configuration uses.
     state_attributes: ClassVar[dict[str, str]]
     default_packed = False
+    # Whether its operations write through views, see [Note: views] in backend.py.
+    takes_views = False
     original: ClassVar[type]
 
     _swap_units: list[MindSporeUnit]
@@ -199,6 +203,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             with no_grad():
                 self._adopt_replaced()
                 self._leave_viewed()
+                self._own_memory()
                 return self.run_original()
         except BaseException:
             self._swap_torn_pointers = {
@@ -206,6 +211,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             }
             raise
         finally:
+            unshadow(self)
             self.wait_landed()
             self._swap_step = Step()
             for unit in self._swap_units:
@@ -344,6 +350,30 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
                 slot.detach()
         for slot in replaced:
             slot.adopt(self._backend())
+
+    def _own_memory(self) -> None:
+        """Give what the kernels write, and the user has made a view (``param[...] = value``, or
+        ``set_data`` of a reshaped tensor), memory of its own: their writes would be lost.
+
+        Raises:
+            ValueError: a part of another tensor, or transposed, as the original refuses it.
+        """
+        if self.takes_views or self._swap_torn:
+            return
+        swapped = {id(slot.state) for slot in self._slots()}
+        states = [state for unit in self._swap_units for state in unit.resting.values()]
+        written = [*self.parameters, *(state for state in states if id(state) not in swapped)]
+        # Each time: a parameter becomes a view where it is, at the same address.
+        views = [param for param in written if is_view(local(param))]
+        for param in views:
+            value = local(param)
+            if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
+                raise ValueError(
+                    f"{param.name} is a view of a part of another tensor, or transposed: the "
+                    "update would be lost; call set_data() with a clone() of it"
+                )
+        for param in views:
+            show(param, local(param).clone())
 
     def _leave_viewed(self) -> None:
         """States that somebody views go to fresh bytes, and the view stays as it is.

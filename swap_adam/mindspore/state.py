@@ -141,11 +141,17 @@ def shadowed(optimizer: nn.Optimizer, **attributes: object) -> Iterator[None]:
 
     That one would register every tensor it sees as a Parameter of the cell.
     """
+    # Kept where the end of the step finds them, should an interrupt strike in the clean-up here.
     before = {name: optimizer.__dict__[name] for name in attributes}
+    optimizer.__dict__["_swap_shadowed"] = before
     try:
-        for name, value in attributes.items():
-            object.__setattr__(optimizer, name, value)
+        optimizer.__dict__.update(attributes)
         yield
     finally:
-        for name, value in before.items():
-            object.__setattr__(optimizer, name, value)
+        unshadow(optimizer)
+
+
+def unshadow(optimizer: nn.Optimizer) -> None:
+    """Give ``optimizer`` back what :func:`shadowed` has taken, if that is still to be done."""
+    optimizer.__dict__.update(optimizer.__dict__.get("_swap_shadowed", {}))
+    optimizer.__dict__["_swap_shadowed"] = {}

@@ -139,3 +139,62 @@ def test_a_gradient_of_a_narrower_dtype_is_taken_as_by_the_original(
         gradients = tuple(g.astype(grad_dtype) for g in gradients_of(optimizer, ADAM, 0))
         outcomes.append(Outcome(optimizer, optimizer(gradients), values_of(optimizer)))
     assert_same(*outcomes)
+
+
+def _fill(param: Parameter) -> None:
+    param[...] = Tensor(np.full(param.shape, 0.5, np.float32))
+
+
+def _slice(param: Parameter) -> None:
+    param[:] = 0.5
+
+
+def _reshaped(param: Parameter) -> None:
+    param.set_data(Tensor(np.full(param.numel(), 0.5, np.float32)).reshape(param.shape))
+
+
+@pytest.mark.parametrize("original", [nn.Adam, nn.AdamWeightDecay])
+@pytest.mark.parametrize("write", [_fill, _slice, _reshaped])
+@pytest.mark.parametrize("which", ["parameter", "state"])
+def test_a_parameter_that_was_written_as_a_whole_goes_on_being_trained(
+    device: SimulatedDevice | None, original: type, write: Callable[[Parameter], None], which: str
+) -> None:
+    case = Case("default", original)
+    once = make_optimizer(case)
+    once(gradients_of(once, case, 0))
+    after_one_step = values_of(once)
+    outcomes = []
+    for config in (None, SwapOptimizerConfig(4)):
+        optimizer = make_optimizer(case, config)
+        states = optimizer.moment1 if original is nn.Adam else optimizer.moments1
+        written = optimizer.parameters[3] if which == "parameter" else states[1]
+        if config is None:  # what has run before would not see some routes
+            values = {name: Tensor(value) for name, value in after_one_step.items()}
+            for param in optimizer.get_parameters():
+                param.set_data(values[param.name])
+            written.set_data(Tensor(np.full(written.shape, 0.5, np.float32)))
+        else:
+            optimizer(gradients_of(optimizer, case, 0))
+            with mindspore._no_grad():
+                write(written)
+        returned = [optimizer(gradients_of(optimizer, case, step)) for step in (1, 2)][-1]
+        outcomes.append(Outcome(optimizer, returned, values_of(optimizer)))
+    assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("original", [nn.Adam, nn.AdamWeightDecay])
+def test_a_parameter_inside_another_tensor_is_refused_and_not_left_untrained(
+    device: SimulatedDevice | None, original: type
+) -> None:
+    case = Case("default", original)
+    optimizer = make_optimizer(case, SwapOptimizerConfig(4))
+    param = optimizer.parameters[3]
+    param.set_data(Tensor(np.ones((2 * param.shape[0], *param.shape[1:]), np.float32))[:100])
+    before = values_of(optimizer)
+    with pytest.raises(ValueError, match=r"layer3.w is a view .* set_data\(\) with a clone\(\)"):
+        optimizer(gradients_of(optimizer, case, 0))
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+    param.set_data(param.clone())
+    optimizer(gradients_of(optimizer, case, 0))
+    assert not np.array_equal(values_of(optimizer)[param.name], before[param.name])
