@@ -141,6 +141,7 @@ def shadowed(optimizer: nn.Optimizer, **attributes: object) -> Iterator[None]:
 
     That one would register every tensor it sees as a Parameter of the cell.
     """
+    unshadow(optimizer)
     # Kept where the end of the step finds them, should an interrupt strike in the clean-up here.
     before = {name: optimizer.__dict__[name] for name in attributes}
     optimizer.__dict__["_swap_shadowed"] = before

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.nn.utils import no_init_parameters
-from ms_mindformers import AdamW
+from ms_mindformers import AdamW, mf_case
 from ms_training import (
     SWAP_CLASS,
     Case,
@@ -16,10 +17,12 @@ from ms_training import (
     assert_same,
     gradients_of,
     make_optimizer,
+    train,
     values_of,
 )
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer
+from swap_adam.mindspore import state
 from swap_adam.simulator.mindspore import SimulatedDevice, mindspore_device
 
 ADAM = Case("default", nn.Adam)
@@ -198,3 +201,29 @@ def test_a_parameter_inside_another_tensor_is_refused_and_not_left_untrained(
     param.set_data(param.clone())
     optimizer(gradients_of(optimizer, case, 0))
     assert not np.array_equal(values_of(optimizer)[param.name], before[param.name])
+
+
+def test_an_interrupt_while_attributes_are_put_back_leaves_an_optimizer_that_loading_heals(
+    device: SimulatedDevice | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case = mf_case("non-fused", "bf16")
+    optimizer = make_optimizer(case, SwapOptimizerConfig(4))
+    path = str(tmp_path / "good.ckpt")
+    mindspore.save_checkpoint(optimizer, path)
+
+    unshadow, calls = state.unshadow, []
+
+    def interrupted(optimizer: nn.Optimizer) -> None:
+        calls.append(optimizer)
+        if len(calls) == 2:  # the first one comes before the update
+            raise KeyboardInterrupt
+        unshadow(optimizer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "unshadow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer(gradients_of(optimizer, case, 0))
+    mindspore.load_param_into_net(optimizer, mindspore.load_checkpoint(path), strict_load=True)
+    for step in range(case.steps):
+        returned = optimizer(gradients_of(optimizer, case, step))
+    assert_same(train(case), Outcome(optimizer, returned, values_of(optimizer)))
