@@ -90,11 +90,13 @@ class Pipeline(Generic[TensorT, EventT]):
     :meth:`wait_landed`.
     """
 
+    # Whose memory may be held, from `acquire` until all of it has been given back. On the class:
+    # __del__ also runs for an instance whose making was interrupted.
+    _open: StepPlan[TensorT, EventT] | None = None
+
     def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
         self._backend = backend
         self._policy = policy
-        # Whose memory may be held, from `acquire` until all of it has been given back.
-        self._open: StepPlan[TensorT, EventT] | None = None
         self._in_flight: Sequence[Batch[TensorT, EventT]] = ()
         self._copied_in = 0  # batches, before `run`
         self._started = backend.make_event()
@@ -307,9 +309,7 @@ class Pipeline(Generic[TensorT, EventT]):
 class PackedPipeline(Pipeline[TensorT, EventT]):
     """Batches in one staging area, each where the bytes are free the earliest."""
 
-    def __init__(self, backend: Backend[TensorT, EventT], policy: StagingPolicy) -> None:
-        self._kept: TensorT | None = None  # first: __del__ looks at it
-        super().__init__(backend, policy)
+    _kept: TensorT | None = None
 
     def _keeps(self, plan: StepPlan[TensorT, EventT]) -> bool:
         return self._open is None and self._kept is not None and self._kept is plan.staging
