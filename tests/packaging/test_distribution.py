@@ -91,6 +91,7 @@ def test_core_depends_on_nothing(metadata):
         ("torch", {"torch"}),
         ("npu", {"torch_npu"}),
         ("mindspore", {"mindspore", "numpy"}),
+        ("mindformers", {"mindformers", "mindspore", "numpy"}),
         ("demo", set()),
         ("test", set()),
         ("docs", set()),
