@@ -88,7 +88,7 @@ def test_listed_configuration_with_its_schedulers_is_bitwise_native(
                     else:
                         scheduler.step()
 
-            train(optimizer, 6, after_step=schedule)
+            train(optimizer, 10, after_step=schedule)
         assert_same_training(native, swapped)
         assert native.param_groups[0]["lr"] == swapped.param_groups[0]["lr"]
 
