@@ -227,3 +227,28 @@ def test_an_interrupt_while_attributes_are_put_back_leaves_an_optimizer_that_loa
     for step in range(case.steps):
         returned = optimizer(gradients_of(optimizer, case, step))
     assert_same(train(case), Outcome(optimizer, returned, values_of(optimizer)))
+
+
+@pytest.mark.parametrize("is_swapped", [True, False], ids=["swapped", "resident"])
+def test_masters_reach_the_model_batch_by_batch_when_swapped_and_once_at_the_end_when_not(
+    device: SimulatedDevice | None, monkeypatch: pytest.MonkeyPatch, is_swapped: bool
+) -> None:
+    case = mf_case("non-fused", "bf16")
+    config = SwapOptimizerConfig(4, include_master_params=is_swapped, packed_swap=False)
+    optimizer = make_optimizer(case, config)
+    count = len(optimizer._parameters)
+    copied: list[int] = []  # how many masters each call has copied
+    copy = AdamW._copy_main_params_to_model_params
+
+    def counted(self: nn.Optimizer) -> None:
+        copied.append(sum(self._is_low_precision_param))
+        copy(self)
+
+    monkeypatch.setattr(AdamW, "_copy_main_params_to_model_params", counted)
+    optimizer(gradients_of(optimizer, case, 0))
+    calls = [masters for masters in copied if masters]
+    assert sum(calls) == count, "each master once"
+    if is_swapped:
+        assert len(calls) > 2
+    else:
+        assert copied[-1] == count
