@@ -6,7 +6,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+import pytest
+
 from swap_adam import SwapOptimizerConfig
+from swap_adam.__main__ import main
 from swap_adam.simulator.costs import LINKS, Costs
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,3 +56,11 @@ def test_every_fixed_cost_has_its_row() -> None:
     assert sorted(fixed) == sorted(order)
     for costs in LINKS.values():
         assert documented == [getattr(costs, name) for name in order]
+
+
+def test_the_tutorial_shows_all_that_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "$ python -m swap_adam "
+    page = (DOCS / "tutorial.md").read_text()
+    command, shown = page[page.index(f"{prompt}plan"):].split("\n", 1)
+    main(command.removeprefix(prompt).split())
+    assert capsys.readouterr().out == shown.partition("```")[0]

@@ -105,3 +105,9 @@ def test_extra_brings_only_its_own_framework(metadata, extra, frameworks):
         if re.search(rf"""extra == ['"]{extra}['"]""", line)
     }
     assert names & {"mindformers", "mindspore", "numpy", "torch", "torch_npu"} == frameworks
+
+
+def test_no_link_of_the_readme_breaks_on_a_package_page(metadata):
+    links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
+    assert links, "nothing to check"
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
