@@ -89,7 +89,8 @@ def _build(target: Path, flags: list[str]) -> None:
 
     compiler = _compiler()
     print(
-        "swap_adam: building the simulated accelerator (once, some two minutes of processor time) ...",
+        "swap_adam: building the simulated accelerator "
+        "(once, some two minutes of processor time) ...",
         file=sys.stderr,
         flush=True,
     )
