@@ -15,7 +15,7 @@ class SwapOptimizerConfig:
     Args:
         swap_times: a batch is at most this fraction of the swapped bytes of a device; > 0.
             ``"auto"`` chooses it per device, from the swapped bytes and ``staging_nbytes``: see
-            :func:`swap_adam.partition.choose_swap_times`.
+            :func:`swap_adam.schedule.partition.choose_swap_times`.
         state_keys: which states to swap, any of ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``,
             ``master_param``; ``None`` swaps every eligible one.
         min_numel: states with fewer elements stay on the device; >= 0.

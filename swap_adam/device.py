@@ -7,10 +7,13 @@ from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
 from swap_adam.host_store import HostStore, plan_power_of_two_slabs
-from swap_adam.layout import SlabPlan
-from swap_adam.pipeline import PackedPipeline, PerTensorPipeline, Pipeline, StagingPolicy, Updater
-from swap_adam.plan import PlanBuilder, PlanOptions, StepPlan
+from swap_adam.schedule.builder import PlanBuilder, PlanOptions
+from swap_adam.schedule.pipeline import Pipeline
+from swap_adam.schedule.plan import StepPlan
+from swap_adam.schedule.schedule import Schedule, StagingPolicy
+from swap_adam.slabs import SlabPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
+from swap_adam.update import Updater
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -44,12 +47,13 @@ class DeviceSwap(Generic[TensorT, EventT]):
     """The registered units of one device and the machinery that updates them.
 
     ``units`` are kept in update order, by ``param_index``. A step calls :meth:`settle`,
-    :meth:`acquire`, :meth:`begin` and :meth:`run`, in this order.
+    :meth:`acquire`, :meth:`fill` and :meth:`run`, in this order.
     """
 
     def __init__(
         self,
         backend: Backend[TensorT, EventT],
+        schedule: type[Schedule[TensorT, EventT]],
         options: PlanOptions,
         publish: Callable[[SwapSlot[TensorT]], None],
         scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
@@ -60,10 +64,10 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.backend = backend
         self.store = HostStore(backend, publish, plan_host)
         self.units: list[UpdateUnit[TensorT]] = []
-        self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes, can_cut)
+        mine = schedule(backend, policy)
+        self._builder = PlanBuilder(mine, self.store, options, scratch_nbytes, can_cut)
         self._plan: StepPlan[TensorT, EventT] | None = None
-        pipeline = PackedPipeline if options.packed else PerTensorPipeline
-        self._pipeline: Pipeline[TensorT, EventT] = pipeline(backend, policy)
+        self._pipeline = Pipeline(backend, mine)
 
     @property
     def plan(self) -> StepPlan[TensorT, EventT] | None:
@@ -99,7 +103,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.store.repack_if_wasteful()
         self._plan = None
         if not self.units:
-            self._pipeline.let_go()  # there may be no step here any more
+            self._pipeline.dispose()  # there may be no step here any more
 
     def add_slots(self, slots: Sequence[SwapSlot[TensorT]]) -> None:
         """Give pending slots zeroed pinned bytes, all or none."""
@@ -116,7 +120,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         is_held = check_held and self.detach_held()
         if self._plan is None or not self._builder.fits(self._plan, active):
             # The views of a new plan are made on memory that the last step may still have.
-            self._pipeline.let_go()
+            self._pipeline.dispose()
             self._plan = None  # its views are bound anew: without the new plan it is no use
             self._plan = self._builder.build(self.units, active)
         return is_held
@@ -158,14 +162,14 @@ class DeviceSwap(Generic[TensorT, EventT]):
         if self._plan is not None and self._plan.host_version == self.store.version:
             self._pipeline.prefetch(self._plan)
 
-    def begin(self) -> None:
+    def fill(self) -> None:
         """Issue the first copy-ins."""
         if self._plan is not None:
-            self._pipeline.begin(self._plan)
+            self._pipeline.fill(self._plan)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Give the memory of :meth:`acquire` back without a step."""
-        self._pipeline.abandon()
+        self._pipeline.cancel()
 
     def run(self, update: Updater[TensorT]) -> None:
         """Update the active units; returns with the last copies still in flight."""
@@ -174,7 +178,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
 
     def wait_landed(self) -> None:
         """Block the host until the states of the last step are valid in host memory."""
-        self._pipeline.wait_landed()
+        self._pipeline.wait()
 
     def _is_held(self, slot: SwapSlot[TensorT]) -> bool:
         return slot.cpu_tensor is not None and self.backend.is_held_elsewhere(slot)

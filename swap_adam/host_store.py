@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
-from swap_adam.layout import SlabPlan, plan_slabs
+from swap_adam.slabs import SlabPlan, plan_slabs
 from swap_adam.slot import SwapSlot
 
 TensorT = TypeVar("TensorT")

@@ -7,9 +7,11 @@ from typing import Generic, TypeVar
 
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.device import DeviceReport, DeviceSwap
-from swap_adam.pipeline import Progress, StagingPolicy, Updater
-from swap_adam.plan import PlanOptions
+from swap_adam.errors import add_note
+from swap_adam.schedule import Schedule, StagingPolicy, schedule_type
+from swap_adam.schedule.builder import PlanOptions
 from swap_adam.slot import UpdateUnit
+from swap_adam.update import Progress, Updater
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -34,6 +36,8 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
 
     # How users replace the states of parameters that a fault has left half updated.
     recovery = "load_state_dict()"
+    # What packed_swap=None means.
+    default_packed = True
 
     swap_config: SwapOptimizerConfig
     _swap_devices: dict[Hashable, DeviceSwap[TensorT, EventT]]
@@ -88,13 +92,15 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
         """How an error names a parameter."""
         raise NotImplementedError
 
-    def plan_options(self, default_packed: bool) -> PlanOptions:
-        """How the configuration, and the class's default, shape the plan."""
+    def plan_options(self) -> PlanOptions:
+        """How the configuration shapes the batches."""
         config = self.swap_config
-        packed = default_packed if config.packed_swap is None else config.packed_swap
-        return PlanOptions(
-            config.swap_times, packed, config.split_tensors, config.staging_nbytes
-        )
+        return PlanOptions(config.swap_times, config.split_tensors, config.staging_nbytes)
+
+    def schedule_type(self) -> type[Schedule[TensorT, EventT]]:
+        """The schedule that the configuration, or the class's default, asks for."""
+        packed = self.swap_config.packed_swap
+        return schedule_type(self.default_packed if packed is None else packed)
 
     def staging_policy(self) -> StagingPolicy:
         """What the configuration wants to become of the staging memory after a step."""
@@ -186,7 +192,7 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
                 device.acquire()
                 acquired.append(device)
             for device in acquired:
-                device.begin()
+                device.fill()
             self.begin_update()
             plans = [device.plan for device, _ in devices if device.plan is not None]
             limit = max((plan.scratch_nbytes for plan in plans), default=None)
@@ -196,7 +202,7 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
                 acquired.pop(0).run(update)
         finally:
             for device in acquired:
-                device.abandon()
+                device.cancel()
             if is_state_held:
                 self.wait_landed()
 
@@ -226,11 +232,3 @@ def weakly(method: Callable[[ArgumentT], ResultT]) -> Callable[[ArgumentT], Resu
         return bound(argument)
 
     return call
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Attach ``note`` to ``error``: as a note where Python has them, else to its message."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.args = (*error.args[:-1], f"{error.args[-1]}\n{note}") if error.args else (note,)

@@ -188,24 +188,22 @@ class _Bench:
         return int(stats[f"active_bytes.all.{which}"])
 
     def _swap_times(self) -> int | None:
-        """How many caps of a batch the swapped bytes are."""
+        """The number in force."""
         if not isinstance(self._optimizer, SwapAdamW):
             return None
-        for swap in self._optimizer._swap_devices.values():
-            if swap.plan is not None:
-                return -(-swap.store.swapped_nbytes // swap.plan.partition.cap_nbytes)
-        return None
+        reports = self._optimizer.swap_report().values()
+        return max((report.swap_times for report in reports), default=None)
 
     def _pinned_share(self) -> float | None:
         if not isinstance(self._optimizer, SwapAdamW):
             return None
-        stores = [swap.store for swap in self._optimizer._swap_devices.values()]
+        reports = self._optimizer.swap_report().values()
         pinned_nbytes = self._accelerator.pinned_nbytes()
         if pinned_nbytes is None or self._start_pinned_nbytes is None:
-            pinned_nbytes = sum(store.pinned_nbytes for store in stores)
+            pinned_nbytes = sum(report.pinned_nbytes for report in reports)
         else:
             pinned_nbytes -= self._start_pinned_nbytes
-        return pinned_nbytes / sum(store.swapped_nbytes for store in stores)
+        return pinned_nbytes / sum(report.swapped_nbytes for report in reports)
 
 
 def _sum(ahead: Counters | None, step: Counters | None) -> Counters | None:

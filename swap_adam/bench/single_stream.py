@@ -2,43 +2,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import Any, TypeVar
 
 from swap_adam.backend import StreamRole
-from swap_adam.device import DeviceSwap
-from swap_adam.mixin import weakly
-from swap_adam.partition import Partition
-from swap_adam.plan import PlanBuilder, PlanOptions, partition_units
-from swap_adam.slot import UpdateUnit
+from swap_adam.schedule import PackedSchedule, PerTensorSchedule, Schedule
+from swap_adam.schedule.partition import Partition, UnitSize
+from swap_adam.schedule.plan import Batch
+from swap_adam.slot import Residency
 from swap_adam.torch import SwapAdamW
-from swap_adam.torch.backend import TorchBackend
+
+TensorT = TypeVar("TensorT")
+EventT = TypeVar("EventT")
 
 
-class WholeTensorsBuilder(PlanBuilder[Tensor, torch.Event]):
-    """At most ``swap_times`` batches' worth of whole tensors, two batches on the device."""
+class SingleStreamSchedule(PackedSchedule[TensorT, EventT]):
+    """Batches of whole tensors, and both directions of the link on one stream, so that they never
+    work at once."""
 
-    def partition(self, registered: Sequence[UpdateUnit[Tensor]]) -> Partition:
-        options = PlanOptions(self._options.swap_times, packed=False, split_tensors=False)
-        return partition_units(registered, options)
+    @staticmethod
+    def cut(units: Sequence[UnitSize], swap_times: int) -> Partition:
+        return PerTensorSchedule.cut(units, swap_times)
+
+    def copy_out(self, batch: Batch[TensorT, EventT]) -> None:
+        self.backend.wait(StreamRole.COPY_IN, batch.updated)
+        batch.transit.move(Residency.D2H, batch.copied_out)
+        for transfer in batch.transfers:
+            self.backend.copy(StreamRole.COPY_IN, transfer.host, transfer.device)
+        self.backend.record(batch.copied_out, StreamRole.COPY_IN)
+        # Whoever waits for the other stream waits for the copies of this one.
+        self.backend.wait(StreamRole.COPY_OUT, batch.copied_out)
 
 
 class SingleStreamAdamW(SwapAdamW):
-    """Both directions of the link are issued on one stream, so that they never work at once.
+    """To be used with ``drain_in_step``, since the RFC's step waits for its last copy."""
 
-    To be used with ``drain_in_step``, since the RFC's step waits for its last copy.
-    """
-
-    def _device(self, device: torch.device) -> DeviceSwap[Tensor, torch.Event]:
-        is_new = device not in self._swap_devices
-        swap = super()._device(device)
-        if is_new:
-            backend = swap.backend
-            assert isinstance(backend, TorchBackend)
-            backend._streams[StreamRole.COPY_OUT] = backend._streams[StreamRole.COPY_IN]
-            swap._builder = WholeTensorsBuilder(
-                backend, swap.store, self.plan_options(default_packed=True),
-                weakly(self.scratch_nbytes), weakly(self.can_cut),
-            )
-        return swap
+    def schedule_type(self) -> type[Schedule[Any, Any]]:
+        return SingleStreamSchedule

@@ -44,7 +44,7 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
         self._implementation = implementation
         self._units = self._describe(params)
         self.swap = DeviceSwap(
-            backend, self.plan_options(default_packed=True), publish=lambda slot: None,
+            backend, self.schedule_type(), self.plan_options(), publish=lambda slot: None,
             scratch_nbytes=self.scratch_nbytes, can_cut=self.can_cut,
             policy=self.staging_policy(),
         )

@@ -1,7 +1,7 @@
 """MindSpore devices for the pipelines, and which of them swap.
 
 [Note: views] The host bytes of what travels together are one pinned tensor of their own (see
-:func:`swap_adam.layout.plan_group_slabs`), because ``Tensor.copy_`` is asynchronous only between
+:func:`swap_adam.slabs.plan_group_slabs`), because ``Tensor.copy_`` is asynchronous only between
 contiguous tensors of equal shape and dtype. And a kernel that knows no views, as those of
 ``nn.Adam`` and ``nn.AdamWeightDecay``, is given a copy of one, so that its writes are lost: per
 tensor, a state's device memory is a tensor of the state's own shape and dtype. Packed, states are

@@ -10,7 +10,6 @@ from mindspore import Parameter, Tensor
 
 from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.device import DeviceSwap
-from swap_adam.layout import SlabPlan, plan_group_slabs
 from swap_adam.mindspore.backend import (
     MindSporeBackend,
     find_backend,
@@ -29,7 +28,8 @@ from swap_adam.mindspore.state import (
     unshadow,
 )
 from swap_adam.mixin import SwapPipelineMixin, weakly
-from swap_adam.plan import partition_units
+from swap_adam.schedule.builder import partition_units
+from swap_adam.slabs import SlabPlan, plan_group_slabs
 from swap_adam.slot import SwapSlot, UpdateUnit
 
 if TYPE_CHECKING:
@@ -293,7 +293,8 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         swapped = [unit for unit in self._swap_units if unit.slots]
         device = DeviceSwap(
             backend,
-            self.plan_options(self.default_packed),
+            self.schedule_type(),
+            self.plan_options(),
             publish=lambda slot: None,
             scratch_nbytes=weakly(self.scratch_nbytes),
             can_cut=lambda unit: False,
@@ -320,19 +321,23 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         return backend
 
     def _plan_host(self, slots: Sequence[SwapSlot[Tensor]]) -> SlabPlan:
-        """Slots of the same batch and dtype share a slab, per tensor each has its own."""
-        sizes = [slot.storage_nbytes for slot in slots]
-        options = self.plan_options(self.default_packed)
-        if not options.packed:
-            return plan_group_slabs(sizes, range(len(slots)))
+        """What one transfer moves is a slab of its own."""
+        schedule = self.schedule_type()
         units = [unit for unit in self._swap_units if unit.slots]
+        batches = partition_units(units, schedule, self.plan_options()).batches
         batch_of = {
             id(slot): index
-            for index, batch in enumerate(partition_units(units, options).batches)
+            for index, batch in enumerate(batches)
             for piece in batch
             for slot in units[piece.unit_index].slots
         }
-        return plan_group_slabs(sizes, [(batch_of[id(slot)], slot.dtype) for slot in slots])
+        return plan_group_slabs(
+            [slot.storage_nbytes for slot in slots],
+            [
+                schedule.shares_slab(batch_of[id(slot)], slot.dtype, index)
+                for index, slot in enumerate(slots)
+            ],
+        )
 
     def _adopt_replaced(self) -> None:
         """Take what the user has put into the Parameters, after all of it has been checked."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from swap_adam.config import SwapOptimizerConfig
-from swap_adam.layout import DEVICE_ALIGNMENT_NBYTES
+from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import TorchSwapMixin
 from swap_adam.torch.registration import ParamGroup

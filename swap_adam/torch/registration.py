@@ -245,8 +245,9 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
     def _device(self, device: torch.device) -> DeviceSwap[Tensor, torch.Event]:
         if device not in self._swap_devices:
             self._swap_devices[device] = DeviceSwap(
-                TorchBackend(device), self.plan_options(default_packed=True), _publish,
-                weakly(self.scratch_nbytes), weakly(self.can_cut), policy=self.staging_policy(),
+                TorchBackend(device), self.schedule_type(), self.plan_options(),
+                _publish, weakly(self.scratch_nbytes), weakly(self.can_cut),
+                policy=self.staging_policy(),
             )
         return self._swap_devices[device]
 

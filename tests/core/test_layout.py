@@ -5,18 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swap_adam.layout import (
-    DEVICE_ALIGNMENT_NBYTES,
-    HOST_ALIGNMENT_NBYTES,
-    WASTE_BUDGET,
-    Segment,
-    align,
-    lay_out_region,
-    merge_runs,
-    plan_ring,
-    plan_slabs,
-    slab_limit_nbytes,
-)
+from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, HOST_ALIGNMENT_NBYTES, align
+from swap_adam.schedule.staging import Segment, lay_out_region, merge_runs, plan_ring
+from swap_adam.slabs import WASTE_BUDGET, plan_slabs, slab_limit_nbytes
 
 SIZES = st.lists(st.one_of(st.integers(1, 5000), st.integers(1, 10**7)), max_size=60)
 

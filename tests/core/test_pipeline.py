@@ -13,9 +13,10 @@ import pytest
 
 from swap_adam.backend import StreamRole
 from swap_adam.device import DeviceSwap
-from swap_adam.pipeline import Updater
-from swap_adam.plan import PlanOptions
+from swap_adam.schedule import schedule_type
+from swap_adam.schedule.builder import PlanOptions
 from swap_adam.slot import Residency
+from swap_adam.update import Updater
 
 NUMELS = [300, 5000, 128, 40_000, 1, 777, 6400, 20_000, 129, 3000]
 PIPELINES = [pytest.param(True, id="packed"), pytest.param(False, id="per tensor")]
@@ -32,8 +33,8 @@ class Model:
         self.backend = core.Backend(seed)
         self.units = [core.unit(index, numel) for index, numel in enumerate(numels)]
         self.device: Any = DeviceSwap(
-            self.backend, PlanOptions(swap_times, packed, split), lambda slot: None,
-            lambda units: 0, lambda unit: True,
+            self.backend, schedule_type(packed), PlanOptions(swap_times, split),
+            lambda slot: None, lambda units: 0, lambda unit: True,
         )
         self.device.register(self.units)
         self.expected = {
@@ -63,7 +64,7 @@ class Model:
         active = self.units if active is None else active
         self.device.settle(active, check_held)
         self.device.acquire()
-        self.device.begin()
+        self.device.fill()
         updater: Any = Updater(self.update)
         self.device.run(updater)
         for unit in active:
@@ -277,7 +278,7 @@ def test_a_fault_at_any_call_leaves_every_parameter_old_or_new_or_named_torn(
         try:
             model.device.settle(model.units, False)
             model.device.acquire()
-            model.device.begin()
+            model.device.fill()
             model.device.run(updater)
         except OSError:
             pass
@@ -331,7 +332,7 @@ def test_a_fault_inside_the_update_names_what_is_torn(core: Any, packed: bool) -
         updater: Any = Updater(model.update)
         model.device.settle(model.units, False)
         model.device.acquire()
-        model.device.begin()
+        model.device.fill()
         with pytest.raises(KeyboardInterrupt):
             model.device.run(updater)
         progress = updater.progress

@@ -451,7 +451,7 @@ def changes_gradients_within_the_bound(simulator: ModuleType, config: dict[str, 
 
 
 def _twice_the_cap(patch: pytest.MonkeyPatch) -> None:
-    import swap_adam.partition as module
+    import swap_adam.schedule.packed as module
 
     original = module.batch_cap_nbytes
     patch.setattr(module, "batch_cap_nbytes", lambda *arguments: 2 * original(*arguments))
@@ -460,7 +460,7 @@ def _twice_the_cap(patch: pytest.MonkeyPatch) -> None:
 def _no_area_is_reused(patch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    import swap_adam.plan as module
+    import swap_adam.schedule.packed as module
 
     original = module.plan_ring
 
@@ -474,7 +474,7 @@ def _no_area_is_reused(patch: pytest.MonkeyPatch) -> None:
 def _reuse_is_one_batch_early(patch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    import swap_adam.plan as module
+    import swap_adam.schedule.packed as module
 
     original = module.plan_ring
 
@@ -486,9 +486,7 @@ def _reuse_is_one_batch_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _staging_of_the_last_step_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    from swap_adam.pipeline import Pipeline
-
-    patch.setattr(Pipeline, "wait_released", lambda pipeline: pipeline._rest())
+    patch.setattr(TorchBackend, "synchronize", lambda backend, event: None)
 
 
 def _held_states_are_not_looked_for(patch: pytest.MonkeyPatch) -> None:
@@ -496,7 +494,7 @@ def _held_states_are_not_looked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cuts_anywhere(patch: pytest.MonkeyPatch) -> None:
-    import swap_adam.partition as module
+    import swap_adam.schedule.partition as module
 
     patch.setattr(module, "CUT_QUANTUM_NUMEL", 3)
 
@@ -517,9 +515,9 @@ def _pieces_share_their_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def _memory_is_not_waited_for_between_per_tensor_batches(patch: pytest.MonkeyPatch) -> None:
-    from swap_adam.pipeline import PerTensorPipeline
+    from swap_adam.schedule import PerTensorSchedule
 
-    patch.setattr(PerTensorPipeline, "_settle", lambda pipeline, plan, index: None)
+    patch.setattr(PerTensorSchedule, "retire", lambda schedule, plan, index: None)
 
 
 BOUNDS = [

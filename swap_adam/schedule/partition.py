@@ -1,9 +1,8 @@
 """Cutting the swapped units of one device into batches of bounded bytes (pure arithmetic).
 
 Let ``S`` be the bytes of all registered slots of the device and ``cap = ceil(S / swap_times)``.
-The batches lie in a staging area of at most ``2 * cap`` bytes. The packed pipeline has three in
-it at a time: with two, the copy-in of a batch waits for a copy-in, an update and a copy-out of the
-same bytes, which is longer than the two copies that hide it; with three the link never waits.
+The batches that are on the device at a time take at most ``2 * cap`` bytes; how many these are,
+and so how large each may be, a schedule decides.
 """
 from __future__ import annotations
 
@@ -43,14 +42,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Partition:
-    """Batches in update order, of at most ``limit_nbytes`` each, two or three in ``2 * cap``.
+    """Batches in update order, of at most ``limit_nbytes`` each, ``in_flight`` at a time.
 
     A unit that cannot be cut and is larger (``oversized``, unit indices) is a batch of its own.
     """
 
     batches: tuple[tuple[Piece, ...], ...]
     swap_times: int
-    cap_nbytes: int
+    in_flight: int
     limit_nbytes: int
     oversized: tuple[int, ...]
 
@@ -79,26 +78,15 @@ def batch_cap_nbytes(units: Sequence[UnitSize], swap_times: int) -> int:
     return max([-(-total // swap_times), *(unit.quantum_nbytes for unit in units)])
 
 
-def partition_packed(units: Sequence[UnitSize], swap_times: int) -> Partition:
-    """Batches for the packed pipeline, of which two or three at a time are within twice the cap."""
-    cap = batch_cap_nbytes(units, swap_times)
-    third = 2 * cap // 3
-    smallest_limit = max(
-        (unit.quantum_nbytes if unit.can_cut else unit.nbytes for unit in units), default=0
-    )
-    return _fill(units, swap_times, cap, limit=third if smallest_limit <= third else cap)
+def fill_batches(
+    units: Sequence[UnitSize], swap_times: int, in_flight: int, limit_nbytes: int
+) -> Partition:
+    """Fill batches in the order of ``units``, each up to ``limit_nbytes``.
 
-
-def partition_per_tensor(units: Sequence[UnitSize], swap_times: int) -> Partition:
-    """Batches of whole units for the per-tensor pipeline, which holds two at a time."""
-    cap = batch_cap_nbytes(units, swap_times)
-    whole = [UnitSize(unit.numel, unit.nbytes_per_element, can_cut=False) for unit in units]
-    return _fill(whole, swap_times, cap, limit=cap)
-
-
-def _fill(units: Sequence[UnitSize], swap_times: int, cap: int, limit: int) -> Partition:
+    What is larger is cut at multiples of ``CUT_QUANTUM_NUMEL`` elements where it can be cut.
+    """
     batches: list[list[Piece]] = [[]]
-    room = limit
+    room = limit_nbytes
 
     def add(piece: Piece) -> None:
         nonlocal room
@@ -109,10 +97,10 @@ def _fill(units: Sequence[UnitSize], swap_times: int, cap: int, limit: int) -> P
         nonlocal room
         if batches[-1]:
             batches.append([])
-        room = limit
+        room = limit_nbytes
 
     for index, unit in enumerate(units):
-        if unit.nbytes <= limit or not unit.can_cut:
+        if unit.nbytes <= limit_nbytes or not unit.can_cut:
             if unit.nbytes > room:
                 open_batch()
             add(Piece(index, 0, unit.numel))
@@ -126,5 +114,9 @@ def _fill(units: Sequence[UnitSize], swap_times: int, cap: int, limit: int) -> P
             numel = min(unit.numel - start, quanta * CUT_QUANTUM_NUMEL)
             add(Piece(index, start, numel))
             start += numel
-    oversized = tuple(i for i, unit in enumerate(units) if not unit.can_cut and unit.nbytes > limit)
-    return Partition(tuple(map(tuple, filter(None, batches))), swap_times, cap, limit, oversized)
+    oversized = tuple(
+        index for index, unit in enumerate(units)
+        if not unit.can_cut and unit.nbytes > limit_nbytes
+    )
+    filled = tuple(tuple(batch) for batch in batches if batch)
+    return Partition(filled, swap_times, in_flight, limit_nbytes, oversized)
