@@ -1,6 +1,7 @@
 """What a framework implements so that the pipelines can run on one of its devices."""
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -69,6 +70,11 @@ class Backend(Protocol[TensorT, EventT]):
         """Elements ``[start_numel, start_numel + numel)`` of ``slot``, in storage order, at
         ``offset_nbytes`` of ``buffer``: the slot's shape and strides if that is all of them,
         else 1-D."""
+
+    # What a profiler of the framework shows
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named range around what is issued in it; costs next to nothing where nobody looks."""
 
     # Copies and their order
 

@@ -122,7 +122,8 @@ class DeviceSwap(Generic[TensorT, EventT]):
             # The views of a new plan are made on memory that the last step may still have.
             self._pipeline.dispose()
             self._plan = None  # its views are bound anew: without the new plan it is no use
-            self._plan = self._builder.build(self.units, active)
+            with self.backend.span("swap_adam.plan"):
+                self._plan = self._builder.build(self.units, active)
         return is_held
 
     def detach_held(self) -> bool:
@@ -140,7 +141,8 @@ class DeviceSwap(Generic[TensorT, EventT]):
     def acquire(self) -> None:
         """Get the device memory of the step, or raise with nothing changed."""
         if self._plan is not None:
-            self._pipeline.acquire(self._plan)
+            with self.backend.span("swap_adam.acquire"):
+                self._pipeline.acquire(self._plan)
 
     def report(self, describe_param: Callable[[int], str]) -> DeviceReport:
         """What is swapped here now; the batches are those of all registered units."""

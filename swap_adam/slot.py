@@ -19,6 +19,17 @@ class Residency(Enum):
     D2H = "d2h"  # its copy-out is issued; read the host bytes only after `event`
 
 
+# After a fault a copy may be issued again, and what has not come back rests where it was. Memory
+# that is kept is filled again without a rest.
+_NEXT: dict[Residency, frozenset[Residency]] = {
+    Residency.PENDING: frozenset({Residency.HOST}),
+    Residency.HOST: frozenset({Residency.HOST, Residency.H2D, Residency.PENDING}),
+    Residency.H2D: frozenset({Residency.H2D, Residency.DEVICE, Residency.HOST}),
+    Residency.DEVICE: frozenset({Residency.D2H, Residency.HOST}),
+    Residency.D2H: frozenset({Residency.D2H, Residency.H2D, Residency.HOST}),
+}
+
+
 @dataclass(eq=False)
 class Transit:
     """Where the slots of a batch are on their way; they share one, so that a step is cheap.
@@ -31,6 +42,7 @@ class Transit:
 
     def move(self, residency: Residency, event: object | None = None) -> None:
         """Move all slots of the batch to ``residency``."""
+        assert residency in _NEXT[self.residency], f"{self.residency} cannot become {residency}"
         self.residency = residency
         self.event = event
 

@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -205,6 +205,9 @@ class AscendBackend:
             return as_parameter(buffer.tensor, slot.name)
         part = buffer.tensor[offset_nbytes:offset_nbytes + slot.storage_nbytes]
         return as_parameter(part.view(slot.dtype).view(slot.shape), slot.name)
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     # Copies and their order
 

@@ -215,7 +215,8 @@ class Pipeline(Generic[TensorT, EventT]):
     ) -> None:
         self._backend.wait(StreamRole.COMPUTE, batch.copied_in)
         batch.transit.move(Residency.DEVICE)
-        update(units)
+        with self._backend.span("swap_adam.update"):
+            update(units)
         self._backend.record(batch.updated, StreamRole.COMPUTE)
 
     def _roll_forward(

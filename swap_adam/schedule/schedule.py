@@ -88,14 +88,16 @@ class Schedule(ABC, Generic[TensorT, EventT]):
     def copy_in(self, batch: Batch[TensorT, EventT]) -> None:
         """Issue the copy-ins of ``batch``, whose device memory nobody uses any more."""
         batch.transit.move(Residency.H2D, batch.copied_in)
-        for transfer in batch.transfers:
-            self.backend.copy(StreamRole.COPY_IN, transfer.device, transfer.host)
+        with self.backend.span("swap_adam.copy_in"):
+            for transfer in batch.transfers:
+                self.backend.copy(StreamRole.COPY_IN, transfer.device, transfer.host)
         self.backend.record(batch.copied_in, StreamRole.COPY_IN)
 
     def copy_out(self, batch: Batch[TensorT, EventT]) -> None:
         """Issue the copy-outs of ``batch``, behind its update."""
         self.backend.wait(StreamRole.COPY_OUT, batch.updated)
         batch.transit.move(Residency.D2H, batch.copied_out)
-        for transfer in batch.transfers:
-            self.backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
+        with self.backend.span("swap_adam.copy_out"):
+            for transfer in batch.transfers:
+                self.backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
         self.backend.record(batch.copied_out, StreamRole.COPY_OUT)

@@ -7,9 +7,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 
 from swap_adam.backend import StreamRole
@@ -31,6 +33,9 @@ def storage_use_count(tensor: Tensor) -> int:
 
 # A tensor that nobody shares: its own implementation and the handle made to look.
 SOLE_OWNER = storage_use_count(torch.empty(1))
+
+
+_NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 
 class TorchBackend:
@@ -120,6 +125,11 @@ class TorchBackend:
             if numel < slot.numel:
                 return part
             return part.as_strided(slot.shape, slot.strides)
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        if _profiler_enabled():
+            return torch.profiler.record_function(name)
+        return _NO_SPAN
 
     # Copies and their order
 
