@@ -292,9 +292,14 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return Faults(monkeypatch)
 
 
-def calls_of_a_step(faults: Faults, mode: str, packed: bool, steps: int) -> int:
+def calls_of_a_step(
+    faults: Faults, mode: str, packed: bool, steps: int, reads: bool = False
+) -> int:
+    """``reads``: the states before it, so that no copy is in flight when it begins."""
     training = Training(mode, packed, steps=steps)
     training.give_gradients()
+    if reads:
+        training.optimizer.state_dict()
     faults.arm(-1)
     training.optimizer.step()
     return faults.count
@@ -349,7 +354,7 @@ def test_a_device_that_goes_on_failing_tears_what_cannot_be_finished(
     simulator: ModuleType, faults: Faults, packed: bool, times: int
 ) -> None:
     """Rolling forward fails too: what is half done is named, and only load_state_dict helps."""
-    total = calls_of_a_step(faults, "fused", packed, 1)
+    total = calls_of_a_step(faults, "fused", packed, 1, reads=True)
     torn = 0
     for position in range(total):
         training = Training("fused", packed, steps=1)
@@ -640,6 +645,7 @@ def test_a_fault_on_the_second_device_leaves_the_first_updated_and_says_so(
     gradients()
     optimizer.step()
     gradients()
+    optimizer.state_dict()  # as below, no copy is in flight when the step begins
     faults.arm(-1)
     optimizer.step()
     total = faults.count
