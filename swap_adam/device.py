@@ -13,7 +13,7 @@ from swap_adam.schedule.plan import StepPlan
 from swap_adam.schedule.schedule import Schedule, StagingPolicy
 from swap_adam.slabs import SlabPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
-from swap_adam.update import Updater
+from swap_adam.update import Update, Updater
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -56,8 +56,6 @@ class DeviceSwap(Generic[TensorT, EventT]):
         schedule: type[Schedule[TensorT, EventT]],
         options: PlanOptions,
         publish: Callable[[SwapSlot[TensorT]], None],
-        scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
-        can_cut: Callable[[UpdateUnit[TensorT]], bool],
         plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
         policy: StagingPolicy = StagingPolicy.RELEASE,
     ) -> None:
@@ -65,7 +63,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.store = HostStore(backend, publish, plan_host)
         self.units: list[UpdateUnit[TensorT]] = []
         mine = schedule(backend, policy)
-        self._builder = PlanBuilder(mine, self.store, options, scratch_nbytes, can_cut)
+        self._builder = PlanBuilder(mine, self.store, options)
         self._plan: StepPlan[TensorT, EventT] | None = None
         self._pipeline = Pipeline(backend, mine)
 
@@ -112,18 +110,20 @@ class DeviceSwap(Generic[TensorT, EventT]):
             for slot in slots:
                 slot.transit.move(Residency.HOST)
 
-    def settle(self, active: Sequence[UpdateUnit[TensorT]], check_held: bool) -> bool:
-        """Make the plan for a step over ``active`` units fit, before anything is updated.
+    def settle(
+        self, active: Sequence[UpdateUnit[TensorT]], update: Update[TensorT], check_held: bool
+    ) -> bool:
+        """Make the plan for an ``update`` of ``active`` units fit, before anything is updated.
 
         With ``check_held``, :meth:`detach_held` comes first. Returns whether any was held.
         """
         is_held = check_held and self.detach_held()
-        if self._plan is None or not self._builder.fits(self._plan, active):
+        if self._plan is None or not self._builder.fits(self._plan, active, update):
             # The views of a new plan are made on memory that the last step may still have.
             self._pipeline.dispose()
             self._plan = None  # its views are bound anew: without the new plan it is no use
             with self.backend.span("swap_adam.plan"):
-                self._plan = self._builder.build(self.units, active)
+                self._plan = self._builder.build(self.units, active, update)
         return is_held
 
     def detach_held(self) -> bool:

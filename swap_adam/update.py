@@ -1,13 +1,43 @@
-"""What a step has updated so far, and what is torn after a fault."""
+"""The arithmetic of one step as an object, what it has updated so far, and what a fault tore."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from swap_adam.slot import UpdateUnit
 
 TensorT = TypeVar("TensorT")
+
+
+class Update(Protocol[TensorT]):
+    """One step of one optimizer: what it read of the hyperparameters, and the calls it makes.
+
+    Everything runs on the compute stream. An optimizer makes one per step, so that nothing the
+    step depends on changes under it.
+    """
+
+    @property
+    def memory_key(self) -> Hashable:
+        """Equal for steps whose calls make the same temporaries and can be cut alike."""
+
+    def can_cut(self, unit: UpdateUnit[TensorT]) -> bool:
+        """Whether pieces of ``unit``, in storage order, can be updated one by one."""
+
+    def scratch_nbytes(self, units: Sequence[UpdateUnit[TensorT]]) -> int:
+        """An upper bound of the temporaries that ``run(units)`` has at a time, in bytes."""
+
+    def split_resident(
+        self, units: Sequence[UpdateUnit[TensorT]], limit_nbytes: int | None
+    ) -> Iterable[Sequence[UpdateUnit[TensorT]]]:
+        """Parts of ``units``, of which nothing is swapped, whose temporaries are within a batch's
+        (``None``: there is no batch), so that they are there."""
+
+    def begin(self) -> None:
+        """What the original advances once per step, now that all device memory is there."""
+
+    def run(self, units: Sequence[UpdateUnit[TensorT]]) -> None:
+        """Update ``units`` with the original's own arithmetic."""
 
 
 @dataclass
@@ -20,7 +50,7 @@ class Progress:
 
 
 class Updater(Generic[TensorT]):
-    """Calls the optimizer's update on units and keeps the progress of the step."""
+    """Runs the update of batches and keeps the progress of the step."""
 
     def __init__(self, update: Callable[[Sequence[UpdateUnit[TensorT]]], None]) -> None:
         self._update = update

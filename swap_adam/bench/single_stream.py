@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from swap_adam.backend import StreamRole
+from swap_adam.config import SwapOptimizerConfig
 from swap_adam.schedule import PackedSchedule, PerTensorSchedule, Schedule
 from swap_adam.schedule.partition import Partition, UnitSize
 from swap_adam.schedule.plan import Batch
@@ -36,5 +37,6 @@ class SingleStreamSchedule(PackedSchedule[TensorT, EventT]):
 class SingleStreamAdamW(SwapAdamW):
     """To be used with ``drain_in_step``, since the RFC's step waits for its last copy."""
 
-    def schedule_type(self) -> type[Schedule[Any, Any]]:
+    @classmethod
+    def schedule_type(cls, config: SwapOptimizerConfig) -> type[Schedule[Any, Any]]:
         return SingleStreamSchedule

@@ -80,13 +80,13 @@ def forecast(
         backend = CountingBackend(costs)
         optimizer = CountedAdamW(params, config, backend, amsgrad, implementation)
         times[link] = _time_step(optimizer, backend)
-    plan, store = optimizer.swap.plan, optimizer.swap.store
+    plan, store = optimizer.device.plan, optimizer.device.store
     batches = [] if plan is None else plan.batches
     param_nbytes = sum(spec.nbytes for spec in params)
     return Forecast(
         param_count=len(params),
         param_nbytes=param_nbytes,
-        state_nbytes=param_nbytes * len(optimizer.state_names()),
+        state_nbytes=param_nbytes * len(optimizer.state_names),
         swapped_nbytes=store.swapped_nbytes,
         pinned_nbytes=store.pinned_nbytes,
         batch_count=len(batches),
@@ -101,10 +101,10 @@ def forecast(
 def _time_step(optimizer: CountedAdamW, backend: CountingBackend) -> LinkTime:
     clock, costs = backend.clock, backend.costs
     began_s = clock.host_s
-    optimizer.run_swap_step()
+    optimizer.step()
     step_s = clock.time_of(clock.mark(StreamRole.COMPUTE)) - began_s
     landed_s = clock.time_of(clock.mark(StreamRole.COPY_OUT)) - began_s
-    nbytes = optimizer.swap.store.swapped_nbytes
+    nbytes = optimizer.device.store.swapped_nbytes
     seconds = [nbytes / (gb * 1e9) for gb in (costs.copy_in_gb_per_s, costs.copy_out_gb_per_s)]
     limit_s = max(seconds) if costs.duplex else sum(seconds)
     return LinkTime(step_s, max(step_s, landed_s), limit_s)

@@ -10,6 +10,8 @@ from swap_adam.forecast.counting import Bytes, CountingBackend, Mark
 from swap_adam.forecast.params import ParamSpec
 from swap_adam.mixin import SwapPipelineMixin
 from swap_adam.slot import SwapSlot, UpdateUnit
+from swap_adam.swap import Swap
+from swap_adam.update import Update
 
 Implementation = Literal["foreach", "for-loop", "fused"]
 
@@ -27,71 +29,35 @@ FOR_LOOP_TEMPORARIES = 4
 DEVICE = "device"
 
 
-class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
-    """AdamW with states of the parameters' dtype, all in one group, every one with a gradient."""
+class CountedUpdate:
+    """See :class:`swap_adam.update.Update`. Counts the kernels of torch's functional."""
+
+    memory_key = None
 
     def __init__(
-        self,
-        params: Sequence[ParamSpec],
-        config: SwapOptimizerConfig,
-        backend: CountingBackend,
-        amsgrad: bool,
-        implementation: Implementation,
+        self, backend: CountingBackend, amsgrad: bool, implementation: Implementation
     ) -> None:
-        self.init_swap(config)
         self._backend = backend
         self._amsgrad = amsgrad
         self._implementation = implementation
-        self._units = self._describe(params)
-        self.swap = DeviceSwap(
-            backend, self.schedule_type(), self.plan_options(), publish=lambda slot: None,
-            scratch_nbytes=self.scratch_nbytes, can_cut=self.can_cut,
-            policy=self.staging_policy(),
-        )
-        self._swap_devices = {DEVICE: self.swap}
-        self.swap.register([unit for unit in self._units if unit.slots])
 
-    def _describe(self, params: Sequence[ParamSpec]) -> list[UpdateUnit[Bytes]]:
-        """A unit per parameter; ``resident_nbytes`` keeps the largest states, as the library."""
-        config = self.swap_config
-        eligible = [
-            (index, name)
-            for index, spec in enumerate(params)
-            for name in self.state_names()
-            if config.wants(name) and spec.numel >= max(config.min_numel, 1)
-        ]
-        room = config.resident_nbytes
-        kept: set[tuple[int, str]] = set()
-        for index, name in sorted(eligible, key=lambda state: -params[state[0]].nbytes):
-            if params[index].nbytes <= room:
-                room -= params[index].nbytes
-                kept.add((index, name))
-        units = [
-            UpdateUnit(0, index, Bytes(spec.nbytes), Bytes(spec.nbytes), [], spec.numel)
-            for index, spec in enumerate(params)
-        ]
-        for index, name in eligible:
-            if (index, name) not in kept:
-                spec = params[index]
-                units[index].slots.append(SwapSlot(
-                    name, (spec.numel,), (1,), spec.dtype, DEVICE, spec.numel, spec.nbytes
-                ))
-        return units
-
+    @property
     def state_names(self) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if self._amsgrad else names
 
-    def prepare_step(self) -> None:
-        """There is nothing to refuse."""
-
-    def iter_update_units(self) -> Iterable[UpdateUnit[Bytes]]:
-        return self._units
-
     def can_cut(self, unit: UpdateUnit[Bytes]) -> bool:
         return True
 
-    def step_batch(self, units: Sequence[UpdateUnit[Bytes]]) -> None:
+    def split_resident(
+        self, units: Sequence[UpdateUnit[Bytes]], limit_nbytes: int | None
+    ) -> Iterable[Sequence[UpdateUnit[Bytes]]]:
+        return [units] if units else []
+
+    def begin(self) -> None:
+        """Nothing is advanced."""
+
+    def run(self, units: Sequence[UpdateUnit[Bytes]]) -> None:
         sizes = [_param_nbytes(unit) for unit in units]
         if self._implementation == "fused":
             for unit in units:
@@ -113,6 +79,71 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
         if self._implementation == "foreach":
             return FOREACH_TEMPORARIES * sum(sizes)
         return FOR_LOOP_TEMPORARIES * max(sizes, default=0)
+
+
+class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
+    """AdamW with states of the parameters' dtype, all in one group, every one with a gradient."""
+
+    def __init__(
+        self,
+        params: Sequence[ParamSpec],
+        config: SwapOptimizerConfig,
+        backend: CountingBackend,
+        amsgrad: bool,
+        implementation: Implementation,
+    ) -> None:
+        schedule = self.schedule_type(config)
+        self._swap = Swap(config, schedule, self.recovery, check_held=False)
+        self._update = CountedUpdate(backend, amsgrad, implementation)
+        self._units = self._describe(params)
+        self.device = DeviceSwap(
+            backend, schedule, self._swap.plan_options, publish=lambda slot: None,
+            policy=self._swap.staging_policy,
+        )
+        self._swap.devices[DEVICE] = self.device
+        self.device.register([unit for unit in self._units if unit.slots])
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The moments of every parameter."""
+        return self._update.state_names
+
+    def step(self) -> None:
+        """Issue one step; see the backend's clock."""
+        self._swap.run_step(self)
+
+    def _describe(self, params: Sequence[ParamSpec]) -> list[UpdateUnit[Bytes]]:
+        """A unit per parameter; ``resident_nbytes`` keeps the largest states, as the library."""
+        config = self.swap_config
+        eligible = [
+            (index, name)
+            for index, spec in enumerate(params)
+            for name in self._update.state_names
+            if config.wants(name) and spec.numel >= max(config.min_numel, 1)
+        ]
+        room = config.resident_nbytes
+        kept: set[tuple[int, str]] = set()
+        for index, name in sorted(eligible, key=lambda state: -params[state[0]].nbytes):
+            if params[index].nbytes <= room:
+                room -= params[index].nbytes
+                kept.add((index, name))
+        units = [
+            UpdateUnit(0, index, Bytes(spec.nbytes), Bytes(spec.nbytes), [], spec.numel)
+            for index, spec in enumerate(params)
+        ]
+        for index, name in eligible:
+            if (index, name) not in kept:
+                spec = params[index]
+                units[index].slots.append(SwapSlot(
+                    name, (spec.numel,), (1,), spec.dtype, DEVICE, spec.numel, spec.nbytes
+                ))
+        return units
+
+    def prepare_step(self) -> Update[Bytes]:
+        return self._update
+
+    def iter_update_units(self, update: Update[Bytes]) -> Iterable[UpdateUnit[Bytes]]:
+        return self._units
 
     def describe_param(self, param_index: int) -> str:
         return f"parameter {param_index}"

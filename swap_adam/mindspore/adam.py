@@ -70,14 +70,14 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
     def has_amsgrad(self) -> bool:
         return bool(self.use_amsgrad)
 
-    def prepare_step(self) -> None:
+    def read_step(self) -> None:
         # The original's construct up to its first assignment: it is compiled as one graph.
-        gradients = self.decay_weight(self._swap_step.gradients)
+        gradients = self.decay_weight(self._swap.step.gradients)
         gradients = self.gradients_centralization(gradients)
         gradients = self.scale_grad(gradients)
-        self._swap_step.gradients = self._grad_sparse_indices_deduplicate(gradients)
-        self._check_dtypes(self._swap_step.gradients)
-        self._swap_step.lr = self.get_lr()
+        self._swap.step.gradients = self._grad_sparse_indices_deduplicate(gradients)
+        self._check_dtypes(self._swap.step.gradients)
+        self._swap.step.lr = self.get_lr()
 
     def _check_dtypes(self, gradients: Sequence[Tensor]) -> None:
         """Raise what the kernel would, which casts gradients to the parameter's dtype and never
@@ -97,22 +97,22 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
         super().begin_update()
         self.assignadd(self.global_step, self.global_step_increase_tensor)
         powers = self.beta1_power * self.beta1, self.beta2_power * self.beta2
-        self._swap_step.beta_powers = powers
+        self._swap.step.beta_powers = powers
         # To a Cell, assigning a tensor to a Parameter is to set its data.
         for name, power in zip(("beta1_power", "beta2_power"), powers):
             setattr(self, name, power)
 
     def update_units(self, units: Sequence[MindSporeUnit]) -> Iterable[object]:
-        lr = self._swap_step.lr
+        lr = self._swap.step.lr
         if self.is_group_lr:
             lr = tuple(lr[unit.param_index] for unit in units)
         shadows = {}
         if self.use_amsgrad:
             shadows["vhat"] = tuple(unit.state("max_exp_avg_sq") for unit in units)
-        with shadowed(self, **shadows):
+        with shadowed(self, self._swap.shadowed, **shadows):
             results: Iterable[object] = self._apply_adam(
                 tuple(unit.param for unit in units),
-                *self._swap_step.beta_powers,
+                *self._swap.step.beta_powers,
                 tuple(unit.state("exp_avg") for unit in units),
                 tuple(unit.state("exp_avg_sq") for unit in units),
                 lr,

@@ -54,9 +54,9 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
     def has_amsgrad(self) -> bool:
         return False
 
-    def prepare_step(self) -> None:
-        self._swap_step.weight_decay = self.get_weight_decay()
-        self._swap_step.lr = self.get_lr()
+    def read_step(self) -> None:
+        self._swap.step.weight_decay = self.get_weight_decay()
+        self._swap.step.lr = self.get_lr()
 
     def begin_update(self) -> None:
         super().begin_update()
@@ -68,8 +68,8 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
         fixed: list[object] = [self.beta1, self.beta2, self.eps]
         mapped: list[tuple[object, ...]] = []
         for value, is_per_parameter in (
-            (self._swap_step.lr, self.is_group and self.is_group_lr),
-            (self._swap_step.weight_decay, self.is_group),
+            (self._swap.step.lr, self.is_group and self.is_group_lr),
+            (self._swap.step.weight_decay, self.is_group),
         ):
             if is_per_parameter:
                 mapped.append(tuple(value[index] for index in indices))

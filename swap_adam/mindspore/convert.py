@@ -101,9 +101,7 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 def _forget(optimizer: MindSporeSwapMixin, original: type) -> None:
-    for name in [name for name in optimizer.__dict__ if name.startswith("_swap_")]:
-        del optimizer.__dict__[name]
-    optimizer.__dict__.pop("swap_config", None)
+    optimizer.__dict__.pop("_swap", None)
     object.__setattr__(optimizer, "__class__", original)
 
 

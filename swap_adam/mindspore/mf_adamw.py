@@ -89,7 +89,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
     # the device memory of the step is there.
 
     def run_original(self) -> object:
-        return super().construct(self._swap_step.gradients)
+        return super().construct(self._swap.step.gradients)
 
     def _increase_global_step(self) -> None:
         """Left to :meth:`begin_update`."""
@@ -103,15 +103,15 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         return self._forward(lr, weight_decay)
 
     def _forward(self, lr: Any, weight_decay: Any) -> object:
-        self._swap_step.lr, self._swap_step.weight_decay = lr, weight_decay
+        self._swap.step.lr, self._swap.step.weight_decay = lr, weight_decay
         try:
-            self.run_swap_step()
+            self._swap.run_step(self)
         finally:
-            if self._swap_step.has_begun:
+            if self._swap.step.has_begun:
                 self._sync_resident_masters()
         return self.results()
 
-    def prepare_step(self) -> None:
+    def read_step(self) -> None:
         """Nothing is left to read: the original has."""
 
     def begin_update(self) -> None:
@@ -121,7 +121,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
     def update_units(self, units: Sequence[MindSporeUnit]) -> Iterable[object]:
         lr, weight_decay = (
             [value[unit.param_index] for unit in units] if isinstance(value, list) else value
-            for value in (self._swap_step.lr, self._swap_step.weight_decay)
+            for value in (self._swap.step.lr, self._swap.step.weight_decay)
         )
         exp_avg_sq = tuple(unit.state("exp_avg_sq") for unit in units)
         max_exp_avg_sq = exp_avg_sq
@@ -129,6 +129,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
             max_exp_avg_sq = tuple(unit.state("max_exp_avg_sq") for unit in units)
         with shadowed(
             self,
+            self._swap.shadowed,
             _parameters=tuple(unit.param for unit in units),
             fp32_params=tuple(
                 unit.state("master_param") if "master_param" in unit.resting else unit.param
@@ -151,9 +152,9 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         """Copy the masters that stay on the device to the model's parameters."""
         is_resident = tuple(
             "master_param" in unit.resting and "master_param" not in unit.states
-            for unit in self._swap_units
+            for unit in self._swap.units
         )
-        with shadowed(self, _is_low_precision_param=is_resident):
+        with shadowed(self, self._swap.shadowed, _is_low_precision_param=is_resident):
             self._copy_main_params_to_model_params()
 
     def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:

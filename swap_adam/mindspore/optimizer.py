@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import mindspore
 from mindspore import Parameter, Tensor
@@ -27,10 +28,13 @@ from swap_adam.mindspore.state import (
     unique_pointers,
     unshadow,
 )
-from swap_adam.mixin import SwapPipelineMixin, weakly
-from swap_adam.schedule.builder import partition_units
+from swap_adam.mixin import SwapPipelineMixin
+from swap_adam.schedule import Schedule
+from swap_adam.schedule.builder import PlanOptions, partition_units
 from swap_adam.slabs import SlabPlan, plan_group_slabs
 from swap_adam.slot import SwapSlot, UpdateUnit
+from swap_adam.swap import Swap
+from swap_adam.update import Update
 
 if TYPE_CHECKING:
     from mindspore.nn import Optimizer as _Base
@@ -54,6 +58,75 @@ class Step:
     results: dict[int, object] = field(default_factory=dict)
 
 
+class MindSporeSwap(Swap[Tensor, Any]):
+    """What the MindSpore half adds to the machine: one unit per parameter, for good."""
+
+    def __init__(
+        self, config: SwapOptimizerConfig, schedule: type[Schedule[Tensor, Any]], recovery: str
+    ) -> None:
+        super().__init__(config, schedule, recovery, check_held=False)
+        self.units: list[MindSporeUnit] = []
+        self.step = Step()
+        # Where the states of what is torn were then: what has been replaced since is elsewhere.
+        self.torn_pointers: dict[int, set[int]] = {}
+        # Attributes of the optimizer that :func:`shadowed` has taken for a while.
+        self.shadowed: dict[str, object] = {}
+
+
+def plan_host(
+    registered: Sequence[MindSporeUnit],
+    schedule: type[Schedule[Tensor, Any]],
+    options: PlanOptions,
+    slots: Sequence[SwapSlot[Tensor]],
+) -> SlabPlan:
+    """What one transfer moves is a slab of its own."""
+    units = [unit for unit in registered if unit.slots]
+    batch_of = {
+        id(slot): index
+        for index, batch in enumerate(partition_units(units, schedule, options).batches)
+        for piece in batch
+        for slot in units[piece.unit_index].slots
+    }
+    return plan_group_slabs(
+        [slot.storage_nbytes for slot in slots],
+        [
+            schedule.shares_slab(batch_of[id(slot)], slot.dtype, index)
+            for index, slot in enumerate(slots)
+        ],
+    )
+
+
+class MindSporeUpdate:
+    """One step by an optimizer's own methods; see :class:`swap_adam.update.Update`.
+
+    It lives as long as the step, so it may hold the optimizer.
+    """
+
+    memory_key = None
+
+    def __init__(self, optimizer: MindSporeSwapMixin) -> None:
+        self._optimizer = optimizer
+
+    def can_cut(self, unit: UpdateUnit[Tensor]) -> bool:
+        return False
+
+    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+        return self._optimizer.scratch_nbytes(units)
+
+    def split_resident(
+        self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
+    ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
+        return [units] if units else []
+
+    def begin(self) -> None:
+        self._optimizer.begin_update()
+
+    def run(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
+        mine = cast(Sequence[MindSporeUnit], units)
+        for unit, result in zip(mine, self._optimizer.update_units(mine)):
+            self._optimizer._swap.step.results[unit.param_index] = result
+
+
 class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     """Placed before an optimizer class of MindSpore; the subclass brings its arithmetic.
 
@@ -71,9 +144,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
     takes_views = False
     original: ClassVar[type]
 
-    _swap_units: list[MindSporeUnit]
-    _swap_step: Step
-    _swap_torn_pointers: dict[int, set[int]]
+    _swap: MindSporeSwap
 
     # What a subclass brings
 
@@ -84,8 +155,19 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         """Whether there is a state ``max_exp_avg_sq``."""
         raise NotImplementedError
 
+    def read_step(self) -> None:
+        """What the original does before its update: what it reads goes into ``_swap.step``."""
+
+    def begin_update(self) -> None:
+        """What the original advances once per step, now that all device memory is there."""
+        self._swap.step.has_begun = True
+
     def update_units(self, units: Sequence[MindSporeUnit]) -> Iterable[object]:
         """Update ``units`` with the original's arithmetic; what it returns for each of them."""
+        raise NotImplementedError
+
+    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+        """An upper bound of the temporaries that updating ``units`` has at a time, in bytes."""
         raise NotImplementedError
 
     # Life
@@ -99,16 +181,14 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         """
         config = SwapOptimizerConfig() if config is None else config
         self.refuse(config)
-        self.init_swap(config)
-        self._swap_units = [
+        self._swap = MindSporeSwap(config, self.schedule_type(config), self.recovery)
+        self._swap.units.extend(
             MindSporeUnit(
                 index, index, local(param), local(param), [], local(param).numel(),
                 resting=self.resting_states(index),
             )
             for index, param in enumerate(self.parameters)
-        ]
-        self._swap_step = Step()
-        self._swap_torn_pointers = {}
+        )
         target = mindspore.get_context("device_target")
         factory = find_backend(target)
         if factory is not None:
@@ -180,9 +260,9 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         Raises:
             RuntimeError: the device has no memory for them; nothing has changed.
         """
-        self.wait_landed()
+        self._swap.wait_landed()
         self._adopt_replaced()
-        self.check_not_torn("unswap_optimizer()")
+        self._swap.check_not_torn("unswap_optimizer()", self.describe_param)
         made = [(slot, self._backend().to_device(slot.cpu_tensor)) for slot in self._slots()]
         for slot, value in made:
             show(slot.state, value)
@@ -198,7 +278,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             ValueError: a gradient that is missing or does not fit; nothing has changed.
             RuntimeError: parameters are half updated by an earlier fault.
         """
-        self._swap_step = Step(self._check_gradients(gradients))
+        self._swap.step = Step(self._check_gradients(gradients))
         try:
             with no_grad():
                 self._adopt_replaced()
@@ -206,15 +286,15 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
                 self._own_memory()
                 return self.run_original()
         except BaseException:
-            self._swap_torn_pointers = {
-                index: set(self._swap_units[index].pointers()) for index in self._swap_torn
+            self._swap.torn_pointers = {
+                index: set(self._swap.units[index].pointers()) for index in self._swap.torn
             }
             raise
         finally:
-            unshadow(self)
-            self.wait_landed()
-            self._swap_step = Step()
-            for unit in self._swap_units:
+            unshadow(self, self._swap.shadowed)
+            self._swap.wait_landed()
+            self._swap.step = Step()
+            for unit in self._swap.units:
                 unit.grad = unit.param
 
     def prefetch(self) -> None:
@@ -230,26 +310,22 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
     def run_original(self) -> object:
         """The step, with what the original returns."""
-        self.run_swap_step()
+        self._swap.run_step(self)
         return self.results()
 
     def results(self) -> tuple[object, ...]:
         """What the original's update returned for each parameter, in their order."""
-        return tuple(self._swap_step.results[index] for index in range(len(self._swap_units)))
+        return tuple(self._swap.step.results[index] for index in range(len(self._swap.units)))
 
-    def begin_update(self) -> None:
-        self._swap_step.has_begun = True
+    def prepare_step(self) -> Update[Tensor]:
+        self.read_step()
+        return MindSporeUpdate(self)
 
-    def iter_update_units(self) -> Iterable[UpdateUnit[Tensor]]:
-        gradients = self._swap_step.gradients
-        for unit, param, grad in zip(self._swap_units, self.parameters, gradients):
+    def iter_update_units(self, update: Update[Tensor]) -> Iterable[UpdateUnit[Tensor]]:
+        gradients = self._swap.step.gradients
+        for unit, param, grad in zip(self._swap.units, self.parameters, gradients):
             unit.param, unit.grad = local(param), local(grad)
-        return list(self._swap_units)
-
-    def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
-        mine = [unit for unit in units if isinstance(unit, MindSporeUnit)]
-        for unit, result in zip(mine, self.update_units(mine)):
-            self._swap_step.results[unit.param_index] = result
+        return list(self._swap.units)
 
     def describe_param(self, param_index: int) -> str:
         param = self.parameters[param_index]
@@ -279,28 +355,29 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
     def _move_out(self, target: str, backend: MindSporeBackend) -> None:
         config = self.swap_config
-        states = [state for unit in self._swap_units for state in unit.resting.values()]
+        states = [state for unit in self._swap.units for state in unit.resting.values()]
         for state in states:
             if state.has_init:  # made inside no_init_parameters(): it has no memory yet
                 state.init_data()
         pointers = unique_pointers([*states, *self.parameters])
-        for unit in self._swap_units:
+        for unit in self._swap.units:
             unit.slots.extend(
                 make_slot(state, name, target)
                 for name, state in unit.resting.items()
                 if may_swap(state, name, config, pointers)
             )
-        swapped = [unit for unit in self._swap_units if unit.slots]
+        swapped = [unit for unit in self._swap.units if unit.slots]
         device = DeviceSwap(
             backend,
-            self.schedule_type(),
-            self.plan_options(),
+            self._swap.schedule,
+            self._swap.plan_options,
             publish=lambda slot: None,
-            scratch_nbytes=weakly(self.scratch_nbytes),
-            can_cut=lambda unit: False,
-            plan_host=weakly(self._plan_host),
+            # Without the machine, which owns the device: see Lifecycle.
+            plan_host=partial(
+                plan_host, self._swap.units, self._swap.schedule, self._swap.plan_options
+            ),
         )
-        self._swap_devices[target] = device
+        self._swap.devices[target] = device
         device.register(swapped)
         # Copied first and shown then: on failure no Parameter has changed.
         for slot in self._slots():
@@ -311,39 +388,19 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
     def _slots(self) -> list[MindSporeSlot]:
         return [
-            slot for unit in self._swap_units for slot in unit.slots
+            slot for unit in self._swap.units for slot in unit.slots
             if isinstance(slot, MindSporeSlot)
         ]
 
     def _backend(self) -> MindSporeBackend:
-        device, = self._swap_devices.values()
-        backend: MindSporeBackend = device.backend  # type: ignore[assignment]
-        return backend
-
-    def _plan_host(self, slots: Sequence[SwapSlot[Tensor]]) -> SlabPlan:
-        """What one transfer moves is a slab of its own."""
-        schedule = self.schedule_type()
-        units = [unit for unit in self._swap_units if unit.slots]
-        batches = partition_units(units, schedule, self.plan_options()).batches
-        batch_of = {
-            id(slot): index
-            for index, batch in enumerate(batches)
-            for piece in batch
-            for slot in units[piece.unit_index].slots
-        }
-        return plan_group_slabs(
-            [slot.storage_nbytes for slot in slots],
-            [
-                schedule.shares_slab(batch_of[id(slot)], slot.dtype, index)
-                for index, slot in enumerate(slots)
-            ],
-        )
+        device, = self._swap.devices.values()
+        return cast(MindSporeBackend, device.backend)
 
     def _adopt_replaced(self) -> None:
         """Take what the user has put into the Parameters, after all of it has been checked."""
-        self._swap_torn = {
-            index for index in self._swap_torn
-            if set(self._swap_units[index].pointers()) & self._swap_torn_pointers[index]
+        self._swap.torn = {
+            index for index in self._swap.torn
+            if set(self._swap.units[index].pointers()) & self._swap.torn_pointers[index]
         }
         replaced = [slot for slot in self._slots() if slot.is_replaced]
         for slot in replaced:
@@ -363,10 +420,10 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         Raises:
             ValueError: a part of another tensor, or transposed, as the original refuses it.
         """
-        if self.takes_views or self._swap_torn:
+        if self.takes_views or self._swap.torn:
             return
         swapped = {id(slot.state) for slot in self._slots()}
-        states = [state for unit in self._swap_units for state in unit.resting.values()]
+        states = [state for unit in self._swap.units for state in unit.resting.values()]
         written = [*self.parameters, *(state for state in states if id(state) not in swapped)]
         # Each time: a parameter becomes a view where it is, at the same address.
         views = [param for param in written if is_view(local(param))]
@@ -389,7 +446,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         slabs = {slot.slab_index for slot in slots if slot.is_viewed}
         if slabs:
             moving = [slot for slot in slots if slot.slab_index in slabs]
-            device, = self._swap_devices.values()
+            device, = self._swap.devices.values()
             device.store.replace(moving)
             for slot in moving:
                 slot.publish()

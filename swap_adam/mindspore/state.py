@@ -136,23 +136,24 @@ def make_slot(state: Parameter, name: str, target: str) -> MindSporeSlot:
 
 
 @contextmanager
-def shadowed(optimizer: nn.Optimizer, **attributes: object) -> Iterator[None]:
+def shadowed(
+    optimizer: nn.Optimizer, before: dict[str, object], **attributes: object
+) -> Iterator[None]:
     """Give ``optimizer`` other attributes for a while, past ``Cell.__setattr__``.
 
-    That one would register every tensor it sees as a Parameter of the cell.
+    That one would register every tensor it sees as a Parameter of the cell. What they were is kept
+    in ``before``, where the end of the step finds it, should an interrupt strike in the clean-up.
     """
-    unshadow(optimizer)
-    # Kept where the end of the step finds them, should an interrupt strike in the clean-up here.
-    before = {name: optimizer.__dict__[name] for name in attributes}
-    optimizer.__dict__["_swap_shadowed"] = before
+    unshadow(optimizer, before)
+    before.update({name: optimizer.__dict__[name] for name in attributes})
     try:
         optimizer.__dict__.update(attributes)
         yield
     finally:
-        unshadow(optimizer)
+        unshadow(optimizer, before)
 
 
-def unshadow(optimizer: nn.Optimizer) -> None:
+def unshadow(optimizer: nn.Optimizer, before: dict[str, object]) -> None:
     """Give ``optimizer`` back what :func:`shadowed` has taken, if that is still to be done."""
-    optimizer.__dict__.update(optimizer.__dict__.get("_swap_shadowed", {}))
-    optimizer.__dict__["_swap_shadowed"] = {}
+    optimizer.__dict__.update(before)
+    before.clear()

@@ -6,7 +6,7 @@ batch, which splits the batch's transfer and moves nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from swap_adam.schedule.partition import Partition, Piece, UnitSize, choose_swap
 from swap_adam.schedule.plan import Layout, StepPlan
 from swap_adam.schedule.schedule import Schedule
 from swap_adam.slot import UpdateUnit
+from swap_adam.update import Update
 
 TensorT = TypeVar("TensorT")
 EventT = TypeVar("EventT")
@@ -58,23 +59,20 @@ class PlanBuilder(Generic[TensorT, EventT]):
         schedule: Schedule[TensorT, EventT],
         store: HostStore[TensorT, EventT],
         options: PlanOptions,
-        scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
-        can_cut: Callable[[UpdateUnit[TensorT]], bool],
     ) -> None:
         self._schedule = schedule
         self._store = store
         self._options = options
-        self._scratch_nbytes = scratch_nbytes
-        self._can_cut = can_cut
 
     def build(
         self,
         registered: Sequence[UpdateUnit[TensorT]],
         active: Sequence[UpdateUnit[TensorT]],
+        update: Update[TensorT],
     ) -> StepPlan[TensorT, EventT]:
         """The plan for updating ``active``, views and events made."""
         for unit in active:
-            unit.can_cut = self._can_cut(unit)
+            unit.can_cut = update.can_cut(unit)
         partition = self.partition(registered)
         unit_batches = self._active_batches(partition, registered, active)
         try:
@@ -91,8 +89,8 @@ class PlanBuilder(Generic[TensorT, EventT]):
             if sum(slot.storage_nbytes for slot in unit.slots) > partition.limit_nbytes
         ]
         return StepPlan(
-            partition, layout, max(map(self._scratch_nbytes, unit_batches), default=0),
-            list(active), large, self._store.version,
+            partition, layout, max(map(update.scratch_nbytes, unit_batches), default=0),
+            list(active), large, self._store.version, update.memory_key,
         )
 
     def partition(self, registered: Sequence[UpdateUnit[TensorT]]) -> Partition:
@@ -100,13 +98,17 @@ class PlanBuilder(Generic[TensorT, EventT]):
         return partition_units(registered, type(self._schedule), self._options)
 
     def fits(
-        self, plan: StepPlan[TensorT, EventT], active: Sequence[UpdateUnit[TensorT]]
+        self,
+        plan: StepPlan[TensorT, EventT],
+        active: Sequence[UpdateUnit[TensorT]],
+        update: Update[TensorT],
     ) -> bool:
         """Whether ``plan`` is what :meth:`build` would make again."""
         return (
             plan.host_version == self._store.version
+            and plan.memory_key == update.memory_key
             and plan.active == active
-            and all(self._can_cut(unit) == could for unit, could in plan.large)
+            and all(update.can_cut(unit) == could for unit, could in plan.large)
         )
 
     @staticmethod

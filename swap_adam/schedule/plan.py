@@ -1,7 +1,7 @@
 """The transfers and views of one device's step, kept while the step looks the same."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -66,6 +66,7 @@ class StepPlan(Generic[TensorT, EventT]):
     active: list[UpdateUnit[TensorT]]
     large: list[tuple[UpdateUnit[TensorT], bool]]
     host_version: int
+    memory_key: Hashable  # of the update
 
     @property
     def batches(self) -> list[Batch[TensorT, EventT]]:

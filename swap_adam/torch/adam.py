@@ -1,7 +1,7 @@
 """SwapAdam and SwapAdamW: torch.optim's classes with their moments on the host between steps."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,10 @@ from torch.optim import Adam, AdamW
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from swap_adam.config import SwapOptimizerConfig
 from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, align
+from swap_adam.config import SwapOptimizerConfig
 from swap_adam.slot import UpdateUnit
-from swap_adam.torch.optimizer import TorchSwapMixin
-from swap_adam.torch.registration import ParamGroup
+from swap_adam.torch.optimizer import REFUSED, TorchSwapMixin
 from swap_adam.torch.state import (
     ParamState,
     TorchUnit,
@@ -22,7 +21,7 @@ from swap_adam.torch.state import (
     default_to_foreach,
     scalar_dtype,
 )
-from swap_adam.torch.update_lists import UpdateLists, steps_of
+from swap_adam.torch.update import ParamGroup, TorchUpdate, argument_lists, scalars_of
 
 # The for-loop has the square root and its quotient at a time, beside the last tensor's quotient;
 # and the negated or decayed gradient, where there is one.
@@ -44,49 +43,32 @@ class GroupStep:
     copies_grad: bool
     lr: float | Tensor
 
-    def needs_as_much(self, other: GroupStep) -> bool:
-        """Whether both make the same temporaries."""
-        return (self.foreach, self.fused, self.copies_grad) == (
-            other.foreach, other.fused, other.copies_grad
-        )
 
-
-class AdamSwapMixin(TorchSwapMixin):
-    """The step of ``torch.optim.Adam``, batch by batch through its own functional.
+class AdamUpdate(TorchUpdate):
+    """A step of ``torch.optim.Adam`` or ``AdamW``, batch by batch through their own functional.
 
     The implementation (for-loop, foreach, fused) is resolved once per group over all its
     parameters with a gradient, as the original does, and then asked for in every batch.
     """
 
-    _refused: tuple[str, ...] = ("foreach", "capturable", "differentiable")
+    scalars = ("step",)
+    moments = ("exp_avg", "exp_avg_sq")
+    amsgrad_moments = ("max_exp_avg_sq",)
     sparse_error = "Adam does not support sparse gradients, please consider SparseAdam instead"
-    _names = (
-        frozenset({"step", "exp_avg", "exp_avg_sq"}),
-        frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    )
-    _swap_group_steps: dict[int, GroupStep]
 
-    def init_swap(self, config: SwapOptimizerConfig) -> None:
-        super().init_swap(config)
-        self._swap_group_steps = {}
+    def __init__(
+        self, groups: Sequence[ParamGroup], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        super().__init__(groups)
+        self._scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        self._steps: dict[int, GroupStep] = {}
 
     @classmethod
-    def original_class(cls) -> type | None:
-        return {SwapAdam: Adam, SwapAdamW: AdamW}.get(cls)
-
-    @classmethod
-    def refused_flags(cls, group: ParamGroup) -> list[str]:
-        return [flag for flag in cls._refused if group.get(flag)]
-
-    @classmethod
-    def refuse_group(cls, group: ParamGroup) -> None:
-        for flag in cls.refused_flags(group):
-            remedy = {
-                "foreach": "foreach=None or foreach=False: one call over all tensors would need "
-                           "all states on the device, None uses foreach batch by batch",
-                "fused": "fused=None, or AdamW with fused=True",
-            }.get(flag, f"{flag}=False")
-            raise ValueError(f"{cls.__name__} does not support {flag}=True; use {remedy}")
+    def init_scalars(cls, group: ParamGroup, param: Tensor) -> ParamState:
+        if group["fused"]:
+            check_fused_param(param)
+            return {"step": torch.zeros((), dtype=scalar_dtype(True), device=param.device)}
+        return {"step": torch.tensor(0.0, dtype=scalar_dtype(False), device="cpu")}
 
     def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
         fused, foreach = bool(group["fused"]), bool(group["foreach"])
@@ -105,17 +87,14 @@ class AdamSwapMixin(TorchSwapMixin):
             if all(param.dtype in (torch.float32, torch.float64) for param in params):
                 lr = lr.cpu()
         decays_grad = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
-        step = GroupStep(foreach, fused, bool(group["maximize"]) or decays_grad, lr)
-        last = self._swap_group_steps.get(group_index)
-        self._swap_group_steps[group_index] = step
-        if last is not None and not step.needs_as_much(last):
-            self.forget_plans()
+        copies_grad = bool(group["maximize"]) or decays_grad
+        self._steps[group_index] = GroupStep(foreach, fused, copies_grad, lr)
 
-    def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
-        if group["fused"]:
-            check_fused_param(param)
-            return {"step": torch.zeros((), dtype=scalar_dtype(True), device=param.device)}
-        return {"step": torch.tensor(0.0, dtype=scalar_dtype(False), device="cpu")}
+    @property
+    def memory_key(self) -> Hashable:
+        return tuple(
+            (step.foreach, step.fused, step.copies_grad) for step in self._steps.values()
+        )
 
     def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
         most = 0
@@ -124,7 +103,7 @@ class AdamSwapMixin(TorchSwapMixin):
             nbytes = align(unit.numel * unit.param.element_size(), DEVICE_ALIGNMENT_NBYTES)
             by_group.setdefault(unit.group_index, []).extend([nbytes] * unit.repeats)
         for group_index, sizes in by_group.items():
-            step = self._swap_group_steps[group_index]
+            step = self._steps[group_index]
             if step.foreach:
                 most = max(most, FOREACH_TEMPORARIES * sum(sizes))
             elif not step.fused:
@@ -134,7 +113,7 @@ class AdamSwapMixin(TorchSwapMixin):
         return most + sum(
             align(max(unit.pieces_left, 1) * STEP_NBYTES, DEVICE_ALIGNMENT_NBYTES)
             for unit in units
-            if unit.whole is not None and self._swap_group_steps[unit.group_index].fused
+            if unit.whole is not None and self._steps[unit.group_index].fused
         )
 
     def split_resident(
@@ -146,7 +125,7 @@ class AdamSwapMixin(TorchSwapMixin):
         room = 0
         for unit in units:
             nbytes = 0  # of the temporaries of all units of a call, which only foreach has
-            if self._swap_group_steps[unit.group_index].foreach:
+            if self._steps[unit.group_index].foreach:
                 param_nbytes = unit.param.numel() * unit.param.element_size() * unit.repeats
                 nbytes = FOREACH_TEMPORARIES * align(param_nbytes, DEVICE_ALIGNMENT_NBYTES)
             if not parts or nbytes > room:
@@ -157,28 +136,41 @@ class AdamSwapMixin(TorchSwapMixin):
         return parts
 
     def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
-        group, step = self.param_groups[group_index], self._swap_group_steps[group_index]
-        amsgrad = group["amsgrad"]
+        group, step = self._groups[group_index], self._steps[group_index]
         beta1, beta2 = group["betas"]
-        lists = UpdateLists.of(units, amsgrad)
+        params, grads, moments = argument_lists(units, self.moments_of(group))
+        exp_avgs, exp_avg_sqs, *max_exp_avg_sqs = moments
         adam(
-            lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
-            steps_of(units),
+            params, grads, exp_avgs, exp_avg_sqs,
+            max_exp_avg_sqs[0] if max_exp_avg_sqs else [],
+            scalars_of(units, "step"),
             foreach=step.foreach,
             fused=step.fused,
             capturable=False,
             differentiable=False,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            has_complex=any(torch.is_complex(param) for param in lists.params),
+            **self._scaling,
+            has_complex=any(torch.is_complex(param) for param in params),
             decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=amsgrad,
+            amsgrad=group["amsgrad"],
             beta1=beta1,
             beta2=beta2,
             lr=step.lr,
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],
+        )
+
+
+class AdamSwapMixin(TorchSwapMixin):
+    """What GradScaler has left on the optimizer goes into its steps."""
+
+    update_type = AdamUpdate
+
+    def make_update(self) -> TorchUpdate:
+        return AdamUpdate(
+            self.param_groups,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
         )
 
 
@@ -192,7 +184,8 @@ class SwapAdam(AdamSwapMixin, Adam):
         ValueError: a refused flag or a configuration that does not fit, before anything changed.
     """
 
-    _refused = ("foreach", "capturable", "differentiable", "fused")
+    original = Adam
+    refused = {**REFUSED, "fused": "fused=None, or AdamW with fused=True"}
 
     def __init__(
         self,
@@ -216,9 +209,7 @@ class SwapAdam(AdamSwapMixin, Adam):
             capturable=capturable, differentiable=differentiable, fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        config = SwapOptimizerConfig() if swap_config is None else swap_config
-        self.refuse_config(config, self.param_groups)
-        self.init_swap(config)
+        self.init_swap(swap_config)
 
 
 class SwapAdamW(AdamSwapMixin, AdamW):
@@ -230,6 +221,9 @@ class SwapAdamW(AdamSwapMixin, AdamW):
     Raises:
         ValueError: a refused flag or a configuration that does not fit, before anything changed.
     """
+
+    original = AdamW
+    refused = REFUSED
 
     def __init__(
         self,
@@ -251,6 +245,4 @@ class SwapAdamW(AdamSwapMixin, AdamW):
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,
             capturable=capturable, differentiable=differentiable, fused=fused,
         )
-        config = SwapOptimizerConfig() if swap_config is None else swap_config
-        self.refuse_config(config, self.param_groups)
-        self.init_swap(config)
+        self.init_swap(swap_config)

@@ -7,13 +7,17 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.torch.adam import SwapAdam, SwapAdamW
 from swap_adam.torch.optimizer import TorchSwapMixin
+from swap_adam.torch.swap import TorchSwap
 
 OptimizerT = TypeVar("OptimizerT")
+
+# One row per optimizer: everything else is said by the class.
+CLASSES: tuple[type[TorchSwapMixin], ...] = (SwapAdam, SwapAdamW)
 
 
 def is_optimizer(optimizer: object) -> bool:
@@ -27,7 +31,7 @@ def matches(optimizer: Optimizer) -> type[TorchSwapMixin] | None:
 
 
 def _swap_classes() -> dict[type, type[TorchSwapMixin]]:
-    classes: dict[type, type[TorchSwapMixin]] = {Adam: SwapAdam, AdamW: SwapAdamW}
+    classes: dict[type, type[TorchSwapMixin]] = {cls.original: cls for cls in CLASSES}
     # An instance of HyperParallel's class, or of ours, exists only if its module is loaded.
     if {"hyper_parallel", "swap_adam.torch.hyper_adamw"} & set(sys.modules):
         from swap_adam.torch.hyper_adamw import SWAP_CLASSES
@@ -45,7 +49,7 @@ def validate(
         ValueError: a flag of a group, or the configuration.
         TypeError: ``step`` is patched on the instance by somebody whom we cannot carry over.
     """
-    target.refuse_config(config, optimizer.param_groups)
+    target.refuse(config, optimizer.param_groups)
     patched = optimizer.__dict__.get("step")
     if patched is not None and not _is_scheduler_wrapper(patched, type(optimizer)):
         raise TypeError(
@@ -81,7 +85,7 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
         optimizer.__class__ = target  # type: ignore[assignment]
         swapped.init_swap(config)
         optimizer._patch_step_function()
-        swapped.adopt_all()
+        swapped._swap.adopt_all(optimizer.param_groups, swapped.__dict__["state"])
     except BaseException:
         _forget(swapped, original)
         raise
@@ -98,27 +102,24 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """
     if not isinstance(optimizer, TorchSwapMixin):
         raise TypeError(f"not a swap optimizer: {type(optimizer).__qualname__}; nothing to undo")
-    original = optimizer.original_class()
-    if original is None:
+    if type(optimizer) not in _swap_classes().values():
         raise TypeError(
             f"{type(optimizer).__qualname__} derives from a swap class, so there is no original "
             "to turn it into; construct one and load this optimizer's state_dict()"
         )
-    optimizer.bring_back()
-    _forget(optimizer, original)
+    optimizer._swap.check_not_torn("unswap_optimizer()", optimizer.describe_param)
+    optimizer._swap.bring_back(optimizer.__dict__["state"])
+    _forget(optimizer, optimizer.original)
     _rebind_scheduler_wrapper(optimizer)
     return cast(OptimizerT, optimizer)
 
 
-def _forget(optimizer: TorchSwapMixin, original: type) -> None:
-    hook = optimizer.__dict__.get("_swap_prefetch_hook")
-    if hook is not None:
-        hook.remove()
-    for name in [name for name in optimizer.__dict__ if name.startswith("_swap_")]:
-        del optimizer.__dict__[name]
-    optimizer.__dict__.pop("swap_config", None)
-    optimizer.__class__ = original
-    cast(Optimizer, optimizer)._patch_step_function()
+def _forget(optimizer: TorchSwapMixin, original: type[Optimizer]) -> None:
+    swap: TorchSwap | None = optimizer.__dict__.pop("_swap", None)
+    if swap is not None and swap.prefetch_hook is not None:
+        swap.prefetch_hook.remove()
+    optimizer.__class__ = original  # type: ignore[assignment]
+    optimizer._patch_step_function()
 
 
 def _unsupported(optimizer: object) -> TypeError:

@@ -5,8 +5,8 @@ contract; it can be used by itself.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from swap_adam.config import SwapOptimizerConfig
 from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import TorchSwapMixin
-from swap_adam.torch.registration import ParamGroup
 from swap_adam.torch.state import ParamState, TorchUnit
-from swap_adam.torch.update_lists import UpdateLists
+from swap_adam.torch.update import ParamGroup, TorchUpdate, argument_lists
 
 
 def adamw(
@@ -157,15 +156,47 @@ else:
     _Base, _functional = _base()
 
 
-class HyperAdamWSwapMixin(TorchSwapMixin):
-    """The step of HyperParallel's AdamW, batch by batch through its own functional."""
+class HyperAdamWUpdate(TorchUpdate):
+    """A step of HyperParallel's AdamW, batch by batch through its own functional."""
 
-    _functional = staticmethod(adamw)
+    scalars = ()
+    moments = ("exp_avg", "exp_avg_sq")
+    amsgrad_moments = ("max_exp_avg_sq",)
     sparse_error = SPARSE_ERROR
-    _names = (
-        frozenset({"exp_avg", "exp_avg_sq"}),
-        frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    )
+    functional = staticmethod(adamw)
+
+    @classmethod
+    def init_scalars(cls, group: ParamGroup, param: Tensor) -> ParamState:
+        return {}
+
+    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+        # The functional makes one `step` per call, and calls follow each other.
+        return DEVICE_ALIGNMENT_NBYTES
+
+    def begin(self) -> None:
+        for group in self._groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
+        group = self._groups[group_index]
+        params, grads, moments = argument_lists(units, self.moments_of(group))
+        exp_avgs, exp_avg_sqs, *max_exp_avg_sqs = moments
+        self.functional(
+            params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs[0] if max_exp_avg_sqs else [],
+            **functional_options(group),
+        )
+
+
+class BaseUpdate(HyperAdamWUpdate):
+    """The same through the functional of the installed class."""
+
+    functional = staticmethod(_functional)
+
+
+class HyperAdamWSwapMixin(TorchSwapMixin):
+    """The constructor of both."""
+
+    refused: ClassVar[Mapping[str, str]] = {}  # its groups have no flags
 
     def __init__(
         self,
@@ -184,43 +215,7 @@ class HyperAdamWSwapMixin(TorchSwapMixin):
             "amsgrad": amsgrad, "maximize": maximize,
         }
         super().__init__(params, **options)
-        config = SwapOptimizerConfig() if swap_config is None else swap_config
-        self.refuse_config(config, self.param_groups)
-        self.init_swap(config)
-
-    @classmethod
-    def original_class(cls) -> type | None:
-        return next((key for key, value in SWAP_CLASSES.items() if value is cls), None)
-
-    @classmethod
-    def refused_flags(cls, group: ParamGroup) -> list[str]:
-        return []
-
-    @classmethod
-    def refuse_group(cls, group: ParamGroup) -> None:
-        """Its groups have no flags to refuse."""
-
-    def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
-        """Nothing is resolved ahead: there is one implementation, the fused one."""
-
-    def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
-        return {}
-
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
-        # The functional makes one `step` per call, and calls follow each other.
-        return DEVICE_ALIGNMENT_NBYTES
-
-    def begin_update(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-
-    def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
-        group = self.param_groups[group_index]
-        lists = UpdateLists.of(units, group["amsgrad"])
-        self._functional(
-            lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
-            **functional_options(group),
-        )
+        self.init_swap(swap_config)
 
 
 class SwapHyperAdamW(HyperAdamWSwapMixin, _Base):
@@ -234,11 +229,15 @@ class SwapHyperAdamW(HyperAdamWSwapMixin, _Base):
         ValueError: a configuration that does not fit, before anything changed.
     """
 
-    _functional = staticmethod(_functional)
+    original = _Base
+    update_type = BaseUpdate
 
 
 class SwapOwnHyperAdamW(HyperAdamWSwapMixin, HyperAdamW):
     """What a :class:`HyperAdamW` converts to where ``hyper_parallel`` is installed."""
+
+    original = HyperAdamW
+    update_type = HyperAdamWUpdate
 
 
 # By the class of the original; the last entry wins where the two are the same.

@@ -1,27 +1,37 @@
-"""What the three torch optimizers share: the step around the pipeline, states, checkpoints."""
+"""What the torch optimizers share: the machine in an optimizer's clothes, states, checkpoints."""
 from __future__ import annotations
 
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from swap_adam.config import SwapOptimizerConfig
+from swap_adam.device import DeviceReport
+from swap_adam.mixin import SwapPipelineMixin
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.backend import outside_graphs
 from swap_adam.torch.loading import Loading
 from swap_adam.torch.prefetch_hook import PrefetchHook
-from swap_adam.torch.registration import ParamGroup, Registration
-from swap_adam.torch.resident import ResidentStates
-from swap_adam.torch.state import ParamState, TorchUnit, can_cut
+from swap_adam.torch.state import ParamState
+from swap_adam.torch.swap import TorchSwap
+from swap_adam.torch.update import ParamGroup, TorchUpdate
+from swap_adam.update import Update
 
 StateDict = dict[str, Any]
 
+# Flags of a group that nothing here can honour, and what to use instead.
+REFUSED: Mapping[str, str] = {
+    "foreach": "foreach=None or foreach=False: one call over all tensors would need all states on "
+               "the device, None uses foreach batch by batch",
+    "capturable": "capturable=False",
+    "differentiable": "differentiable=False",
+}
 
 if TYPE_CHECKING:
     _Base = Optimizer
@@ -29,82 +39,90 @@ else:
     _Base = object  # a mixin: the optimizer class comes behind it
 
 
-class TorchSwapMixin(Registration, _Base):
-    """Placed before a ``torch.optim`` class; the subclass brings its arithmetic.
+class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
+    """Placed before a ``torch.optim`` class. A subclass says by three attributes what it is.
 
     ``step()`` is issued on the stream that is current when it is called, and on two copy streams
     per device. It returns with the last copies still in flight: parameters need no further wait
     on the same stream, and reading ``optimizer.state`` or calling ``state_dict()`` waits.
     """
 
+    # What `unswap_optimizer` turns an instance into.
+    original: ClassVar[type[Optimizer]]
+    update_type: ClassVar[type[TorchUpdate]]
+    # Flags of a group that cannot be honoured, and what to use instead.
+    refused: ClassVar[Mapping[str, str]]
+
+    param_groups: list[ParamGroup]
     defaults: dict[str, Any]
-    _swap_prefetch_hook: PrefetchHook | None
-
-    # What a subclass brings
-
-    @classmethod
-    def original_class(cls) -> type | None:
-        """What :func:`swap_adam.unswap_optimizer` turns an instance into; none for a subclass."""
-        raise NotImplementedError
-
-    @classmethod
-    def refuse_group(cls, group: ParamGroup) -> None:
-        """Raise ValueError for a group whose flags cannot be honoured."""
-        raise NotImplementedError
-
-    @classmethod
-    def refused_flags(cls, group: ParamGroup) -> list[str]:
-        """The flags of a group that cannot be honoured."""
-        raise NotImplementedError
-
-    def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
-        """Read what the step needs of a group, ``params`` being those with a gradient."""
-        raise NotImplementedError
-
-    def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
-        """One call of the original's functional over ``units`` of one group."""
-        raise NotImplementedError
-
-    sparse_error: str
+    _swap: TorchSwap
 
     # Life
 
-    def init_swap(self, config: SwapOptimizerConfig) -> None:
-        super().init_swap(config)
-        self._swap_check_held = True  # somebody may hold what there is before the first step
-        self._swap_units = {}
-        self._swap_resident = ResidentStates(config.resident_nbytes)
-        self._swap_prefetch_hook = PrefetchHook(self) if config.prefetch_in_backward else None
-        if self._swap_prefetch_hook is not None:
-            for group in self.__dict__.get("param_groups", ()):  # none yet when unpickling
-                self._swap_prefetch_hook.attach(group["params"])
+    def init_swap(self, config: SwapOptimizerConfig | None) -> None:
+        """Own a machine: called by the constructor, or by the conversion.
+
+        Raises:
+            ValueError: the configuration, or a group's flags, cannot be honoured.
+        """
+        config = SwapOptimizerConfig() if config is None else config
+        groups = self.__dict__.get("param_groups", [])  # none yet when unpickling
+        self.refuse(config, groups)
+        self._swap = TorchSwap(
+            config, self.schedule_type(config), self.update_type, self.recovery
+        )
+        if config.prefetch_in_backward:
+            self._swap.prefetch_hook = PrefetchHook(self)
+            for group in groups:
+                self._swap.prefetch_hook.attach(group["params"])
 
     @classmethod
-    def refuse_config(cls, config: SwapOptimizerConfig, groups: Sequence[ParamGroup]) -> None:
+    def refuse(cls, config: SwapOptimizerConfig, groups: Iterable[ParamGroup]) -> None:
         """Raise for a configuration, or groups, that this optimizer cannot honour."""
         if not isinstance(config, SwapOptimizerConfig):
             raise TypeError(f"swap_config must be a SwapOptimizerConfig or None, got {config!r}")
+        groups = list(groups)
         if config.include_master_params:
             raise ValueError(
                 "include_master_params=True needs an optimizer that owns fp32 masters (MindFormers "
                 "AdamW); torch optimizers own none: leave it at False"
             )
-        if config.state_keys is not None and "max_exp_avg_sq" in config.state_keys:
-            if not any(group["amsgrad"] for group in groups):
+        for key in config.state_keys or ():
+            if key in cls.update_type.amsgrad_moments:
+                if groups and not any(group["amsgrad"] for group in groups):
+                    raise ValueError(
+                        f"state_keys={config.state_keys!r} names {key}, which exists only with "
+                        "amsgrad=True: set it in at least one group or omit the key"
+                    )
+            elif key not in cls.update_type.moments:
+                has = ", ".join(cls.update_type.moments)
                 raise ValueError(
-                    f"state_keys={config.state_keys!r} names max_exp_avg_sq, which exists only "
-                    "with amsgrad=True: set it in at least one group or omit the key"
+                    f"state_keys={config.state_keys!r} names {key}, which {cls.__name__} does not "
+                    f"have; it has: {has}"
                 )
         for group in groups:
             cls.refuse_group(group)
 
+    @classmethod
+    def refused_flags(cls, group: ParamGroup) -> list[str]:
+        """The flags of a group that cannot be honoured."""
+        return [flag for flag in cls.refused if group.get(flag)]
+
+    @classmethod
+    def refuse_group(cls, group: ParamGroup) -> None:
+        """Raise ValueError for a group whose flags cannot be honoured."""
+        for flag in cls.refused_flags(group):
+            raise ValueError(
+                f"{cls.__name__} does not support {flag}=True; use {cls.refused[flag]}"
+            )
+
     def add_param_group(self, param_group: ParamGroup) -> None:
-        if "_swap_units" in self.__dict__ and isinstance(param_group, dict):
+        is_swapping = "_swap" in self.__dict__
+        if is_swapping and isinstance(param_group, dict):
             self.refuse_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        hook: PrefetchHook | None = self.__dict__.get("_swap_prefetch_hook")
-        if hook is not None:
-            hook.attach(self.param_groups[-1]["params"])
+        if is_swapping and self._swap.prefetch_hook is not None:
+            self._swap.prefetch_hook.attach(self.param_groups[-1]["params"])
 
     # Step
 
@@ -131,19 +149,19 @@ class TorchSwapMixin(Registration, _Base):
                 )
             with torch.enable_grad():
                 loss = closure()
-        self.run_swap_step()
+        self._run_step()
         return loss
 
     @outside_graphs
-    def run_swap_step(self) -> None:
+    def _run_step(self) -> None:
         try:
-            super().run_swap_step()
+            self._swap.run_step(self)
         finally:
             # Gradients belong to the user, who may free them now: no unit keeps one alive.
-            for unit in self._swap_units.values():
+            for unit in self._swap.units.values():
                 unit.grad = unit.param
-            if self._swap_prefetch_hook is not None:
-                self._swap_prefetch_hook.has_fired = False
+            if self._swap.prefetch_hook is not None:
+                self._swap.prefetch_hook.has_fired = False
 
     def _init_group(self, group: ParamGroup, *_: object) -> bool:
         """The original's ``step`` was bound before the conversion (accelerate keeps it): do ours.
@@ -151,85 +169,21 @@ class TorchSwapMixin(Registration, _Base):
         Only that one calls this, group by group, to collect what it then updates: nothing.
         """
         if group is self.param_groups[0]:
-            self.run_swap_step()
+            self._run_step()
         return False
 
-    def prepare_step(self) -> None:
+    def prepare_step(self) -> Update[Tensor]:
         for group in self.param_groups:
             self.refuse_group(group)
+        return self.make_update()
 
-    def iter_update_units(self) -> Iterable[UpdateUnit[Tensor]]:
-        states: defaultdict[Tensor, ParamState] = self.__dict__["state"]
-        units: list[TorchUnit] = []
-        stale: list[TorchUnit] = []
-        moved = False
-        if self._swap_check_held:
-            for registered in self._swap_units.values():
-                registered.note_edits()
-        param_index = -1
-        known = 0  # registered parameters that are still in the groups
-        for group_index, group in enumerate(self.param_groups):
-            required = self.state_names(group)
-            with_grad: list[Tensor] = []
-            seen: dict[Tensor, TorchUnit] | None = None
-            if len(set(map(id, group["params"]))) < len(group["params"]):
-                seen = {}
-            for param in group["params"]:
-                param_index += 1
-                grad = param.grad
-                if grad is None:
-                    known += param in self._swap_units
-                    continue
-                if grad.is_sparse:
-                    raise RuntimeError(self.sparse_error)
-                with_grad.append(param)
-                if seen is not None and param in seen:
-                    seen[param].repeats += 1
-                    continue
-                param_state = states[param]
-                unit = self._swap_units.get(param)
-                known += unit is not None
-                if unit is None or not unit.is_current(param_state):
-                    unit = TorchUnit(
-                        group_index, param_index, param, grad, [], 0,
-                        owner=param, param_state=param_state, device=param.device,
-                    )
-                    stale.append(unit)
-                else:
-                    unit.require(required)
-                    if (unit.group_index, unit.param_index) != (group_index, param_index):
-                        moved = True
-                unit.group_index, unit.param_index, unit.repeats = group_index, param_index, 1
-                unit.point_at(grad)
-                if seen is not None:
-                    seen[param] = unit
-                units.append(unit)
-            self.read_group(group_index, group, with_grad)
-        if known < len(self._swap_units):
-            self._forget_gone()
-        if stale:
-            self._adopt(stale)
-        if moved:  # the pieces of a cut parameter know its place
-            self.forget_plans()
-        if self._swap_check_held:
-            self._detach_held(self._swap_units.values())
-        return units
+    def make_update(self) -> TorchUpdate:
+        """The arithmetic of a step that is about to begin."""
+        return self.update_type(self.param_groups)
 
-    def forget_plans(self) -> None:
-        """Make new plans for the next step."""
-        for device in self._swap_devices.values():
-            device.forget_plan()
-
-    def step_batch(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
-        by_group: dict[int, list[TorchUnit]] = {}
-        for unit in cast(Sequence[TorchUnit], units):
-            by_group.setdefault(unit.group_index, []).append(unit)
-        for group_index, members in by_group.items():
-            self.update_group(group_index, members)
-
-    def can_cut(self, unit: UpdateUnit[Tensor]) -> bool:
-        assert isinstance(unit, TorchUnit)
-        return can_cut(unit)
+    def iter_update_units(self, update: Update[Tensor]) -> Iterable[UpdateUnit[Tensor]]:
+        assert isinstance(update, TorchUpdate)
+        return self._swap.collect(self.param_groups, self.__dict__["state"], update)
 
     def describe_param(self, param_index: int) -> str:
         for group in self.param_groups:
@@ -245,18 +199,23 @@ class TorchSwapMixin(Registration, _Base):
         # The optimizer's attribute, the name below and the argument of getrefcount.
         states = self.__dict__["state"]
         return sys.getrefcount(states) > 3 or any(
-            unit.is_container_held() for unit in self._swap_units.values()
+            unit.is_container_held() for unit in self._swap.units.values()
         )
+
+    def swap_report(self) -> dict[str, DeviceReport]:
+        reports = super().swap_report()
+        self._swap.report_resident(reports, self.param_groups, self.describe_param)
+        return reports
 
     # State and checkpoints
 
     @property
     def state(self) -> defaultdict[Tensor, ParamState]:
         """Every parameter's state. Reading it waits on the host for copies in flight."""
-        if "_swap_devices" in self.__dict__:
-            self.check_not_torn("reading the optimizer's states")
-            self.wait_landed()
-            self._swap_check_held = True
+        if "_swap" in self.__dict__:
+            self._swap.check_not_torn("reading the optimizer's states", self.describe_param)
+            self._swap.wait_landed()
+            self._swap.check_held = True
         try:
             states: defaultdict[Tensor, ParamState] = self.__dict__["state"]
         except KeyError:
@@ -266,7 +225,8 @@ class TorchSwapMixin(Registration, _Base):
     @state.setter
     def state(self, states: defaultdict[Tensor, ParamState]) -> None:
         self.__dict__["state"] = states
-        self._swap_check_held = True  # whoever sets it holds it
+        if "_swap" in self.__dict__:
+            self._swap.check_held = True  # whoever sets it holds it
 
     def state_dict(self) -> StateDict:
         """The original's state dict, its swapped tensors on the host.
@@ -278,7 +238,7 @@ class TorchSwapMixin(Registration, _Base):
         Raises:
             RuntimeError: parameters are half updated by an earlier fault.
         """
-        self.check_not_torn("state_dict()")
+        self._swap.check_not_torn("state_dict()", self.describe_param)
         states: StateDict = super().state_dict()
         # The entries of the original's dict are live, so they would show later tensors.
         if isinstance(states.get("state"), dict):  # a hook may have made something else of it
@@ -299,9 +259,10 @@ class TorchSwapMixin(Registration, _Base):
             ValueError: the groups do not match, as the original; nothing has changed.
             MemoryError: not enough pinned memory; nothing has changed.
         """
-        self.wait_landed()
-        loading = Loading(self)
-        torn, self._swap_torn = self._swap_torn, set()
+        swap = self._swap
+        swap.wait_landed()
+        loading = Loading(swap, self.refused_flags, self.is_state_held())
+        torn, swap.torn = swap.torn, set()
         # Our hooks see what the user's own have made of the dict, and run before theirs after.
         pre = self.register_load_state_dict_pre_hook(loading.hold_back)
         post = self.register_load_state_dict_post_hook(loading.bring_in, prepend=True)
@@ -309,7 +270,7 @@ class TorchSwapMixin(Registration, _Base):
             super().load_state_dict(state_dict)
         except BaseException:
             if not loading.is_done:  # else a hook of the user's has failed, after the load
-                self._swap_torn = torn
+                swap.torn = torn
                 loading.undo()
             raise
         finally:
@@ -328,10 +289,10 @@ class TorchSwapMixin(Registration, _Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called on a bare instance by pickle and deepcopy, and by load_state_dict.
-        is_new = "_swap_devices" not in self.__dict__
+        is_new = "_swap" not in self.__dict__
         if is_new:
             self.init_swap(state["swap_config"])
         super().__setstate__({key: value for key, value in state.items() if key != "swap_config"})
-        if is_new and self._swap_prefetch_hook is not None:
+        if is_new and self._swap.prefetch_hook is not None:
             for group in self.param_groups:
-                self._swap_prefetch_hook.attach(group["params"])
+                self._swap.prefetch_hook.attach(group["params"])

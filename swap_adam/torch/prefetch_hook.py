@@ -3,13 +3,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from swap_adam.torch.optimizer import TorchSwapMixin
+
+class Prefetches(Protocol):
+    """A swap optimizer."""
+
+    def prefetch(self) -> None: ...
 
 
 class PrefetchHook:
@@ -18,7 +21,7 @@ class PrefetchHook:
     Once per step: with gradient accumulation that is in the first backward after a step.
     """
 
-    def __init__(self, optimizer: TorchSwapMixin) -> None:
+    def __init__(self, optimizer: Prefetches) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._handles: list[RemovableHandle] = []
         self.has_fired = False

@@ -58,7 +58,7 @@ class TorchUnit(UpdateUnit[Tensor]):
     owner: Tensor = field(kw_only=True)
     param_state: ParamState = field(kw_only=True)
     device: torch.device = field(kw_only=True)
-    step_copies: list[Tensor] = field(kw_only=True, default_factory=list)
+    scalar_copies: dict[str, list[Tensor]] = field(kw_only=True, default_factory=dict)
     is_edited: bool = field(kw_only=True, default=False)
     _required: frozenset[str] = field(init=False, default=frozenset())
     _seen: int = field(init=False, default=-1)

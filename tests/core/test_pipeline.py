@@ -33,8 +33,7 @@ class Model:
         self.backend = core.Backend(seed)
         self.units = [core.unit(index, numel) for index, numel in enumerate(numels)]
         self.device: Any = DeviceSwap(
-            self.backend, schedule_type(packed), PlanOptions(swap_times, split),
-            lambda slot: None, lambda units: 0, lambda unit: True,
+            self.backend, schedule_type(packed), PlanOptions(swap_times, split), lambda slot: None,
         )
         self.device.register(self.units)
         self.expected = {
@@ -44,7 +43,17 @@ class Model:
         self.times: list[list[tuple[int, int, int]]] = []
         self.before_update: Callable[[Sequence[Any]], None] = lambda units: None
 
-    def update(self, units: Sequence[Any]) -> None:
+    # What swap_adam.update.Update asks for
+
+    memory_key = None
+
+    def can_cut(self, unit: Any) -> bool:
+        return True
+
+    def scratch_nbytes(self, units: Sequence[Any]) -> int:
+        return 0
+
+    def run(self, units: Sequence[Any]) -> None:
         """state = 3 * state + index, param = param + state; other on purpose for every step."""
         self.before_update(units)
         self.times.append([(u.param_index, u.start_numel, u.numel) for u in units])
@@ -62,10 +71,10 @@ class Model:
 
     def step(self, active: Sequence[Any] | None = None, check_held: bool = False) -> None:
         active = self.units if active is None else active
-        self.device.settle(active, check_held)
+        self.device.settle(active, self, check_held)
         self.device.acquire()
         self.device.fill()
-        updater: Any = Updater(self.update)
+        updater: Any = Updater(self.run)
         self.device.run(updater)
         for unit in active:
             self.expect(unit)
@@ -240,7 +249,7 @@ def test_running_out_of_device_memory_strikes_before_anything_is_updated(
     for limit in range(0, needed, max(1, needed // 23)):
         model.backend.device_limit = limit
         model.times.clear()
-        model.device.settle(model.units, False)
+        model.device.settle(model.units, model, False)
         with pytest.raises(MemoryError):
             model.device.acquire()
         assert not model.times
@@ -273,10 +282,10 @@ def test_a_fault_at_any_call_leaves_every_parameter_old_or_new_or_named_torn(
             if position < count <= position + times:
                 raise OSError(f"fault at {name}")
 
-        updater: Any = Updater(model.update)
+        updater: Any = Updater(model.run)
         model.backend.fail = fail
         try:
-            model.device.settle(model.units, False)
+            model.device.settle(model.units, model, False)
             model.device.acquire()
             model.device.fill()
             model.device.run(updater)
@@ -329,8 +338,8 @@ def test_a_fault_inside_the_update_names_what_is_torn(core: Any, packed: bool) -
                 raise KeyboardInterrupt
 
         model.before_update = before
-        updater: Any = Updater(model.update)
-        model.device.settle(model.units, False)
+        updater: Any = Updater(model.run)
+        model.device.settle(model.units, model, False)
         model.device.acquire()
         model.device.fill()
         with pytest.raises(KeyboardInterrupt):

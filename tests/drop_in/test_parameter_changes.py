@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swap_adam import SwapOptimizerConfig
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdam, SwapAdamW
 from swap_adam.torch.hyper_adamw import HyperAdamW, SwapHyperAdamW
 
@@ -118,7 +119,7 @@ def test_pruning_frees_the_memory_of_what_went(simulator) -> None:
     assert swapped == 2 * 4 * (5 << 20) // 16
     pinned = simulator.pinned_nbytes() - baseline
     assert pinned <= swapped + (1 << 20) and pinned < before / 4
-    assert len(optimizer._swap_units) == 2  # nothing remembers the parameters that went
+    assert len(swap_of(optimizer).units) == 2  # nothing remembers the parameters that went
 
 
 @pytest.mark.parametrize("native_class, swap_class", CLASSES[:2])

@@ -7,6 +7,7 @@ import swap_adam.simulator as simulator
 import torch
 from swap_adam import SwapOptimizerConfig
 from swap_adam.bench.workloads import Workload
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 DEVICE = torch.device("simulated", 0)
@@ -26,7 +27,7 @@ def test_streams_events_and_plan_are_made_once(
 ) -> None:
     optimizer = make_optimizer(packed_swap=packed)
     optimizer.step()
-    swap = optimizer._swap_devices[DEVICE]
+    swap = swap_of(optimizer).devices[DEVICE]
     plan = swap.plan
     assert plan is not None
     made: list[str] = []

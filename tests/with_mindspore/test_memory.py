@@ -8,6 +8,7 @@ from ms_training import SHAPES, Case, make_optimizer, train
 
 from swap_adam import SwapOptimizerConfig
 from swap_adam.simulator.mindspore import SimulatedDevice
+from swap_adam.swap import swap_of
 
 pytestmark = pytest.mark.simulator_only
 AMSGRAD = Case("amsgrad", nn.Adam, lambda: {"use_amsgrad": True})
@@ -110,15 +111,15 @@ def test_only_the_named_states_leave_the_device(
     swapped = make_optimizer(AMSGRAD, SwapOptimizerConfig(state_keys=keys))
     moved = device.state_nbytes(native) - device.state_nbytes(swapped)
     assert moved == swapped_nbytes(len(keys))
-    assert {slot.name for unit in swapped._swap_units for slot in unit.slots} == set(keys)
+    assert {slot.name for unit in swap_of(swapped).units for slot in unit.slots} == set(keys)
 
 
 def test_the_models_own_fp32_parameters_are_never_swapped(device: SimulatedDevice) -> None:
     case = mf_case("non-fused", "fp32")
     optimizer = make_optimizer(case, SwapOptimizerConfig(include_master_params=True))
-    names = {slot.name for unit in optimizer._swap_units for slot in unit.slots}
+    names = {slot.name for unit in swap_of(optimizer).units for slot in unit.slots}
     assert names == {"exp_avg", "exp_avg_sq"}
-    pointers = [slot.pointer for unit in optimizer._swap_units for slot in unit.slots]
+    pointers = [slot.pointer for unit in swap_of(optimizer).units for slot in unit.slots]
     assert not {param.data_ptr() for param in optimizer.parameters} & set(pointers)
 
 
@@ -128,8 +129,8 @@ def test_a_state_that_shares_its_memory_is_not_swapped(device: SimulatedDevice) 
     native = make_optimizer(Case("default", nn.Adam))
     native.moment2[0].set_data(native.moment1[0])
     swapped = swap_optimizer(native)
-    assert not swapped._swap_units[0].slots
-    assert [slot.name for slot in swapped._swap_units[2].slots] == ["exp_avg", "exp_avg_sq"]
+    assert not swap_of(swapped).units[0].slots
+    assert [slot.name for slot in swap_of(swapped).units[2].slots] == ["exp_avg", "exp_avg_sq"]
 
 
 def test_gradients_are_not_kept_alive(device: SimulatedDevice) -> None:

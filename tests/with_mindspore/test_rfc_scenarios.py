@@ -23,6 +23,7 @@ from ms_training import (
 
 from swap_adam import SwapOptimizerConfig
 from swap_adam.simulator.mindspore import SimulatedDevice
+from swap_adam.swap import swap_of
 
 CONFIG = SwapOptimizerConfig(swap_times=4)
 ADAM = Case("default", nn.Adam)
@@ -113,11 +114,11 @@ def test_native_adam_swap_optimizer_checkpoint_fresh_load_builds_slots(
     go_on(trained, ADAM, range(3))
     mindspore.save_checkpoint(trained, str(tmp_path / "adam.ckpt"))
     fresh = make_optimizer(ADAM, CONFIG)
-    slots = [id(slot) for unit in fresh._swap_units for slot in unit.slots]
+    slots = [id(slot) for unit in swap_of(fresh).units for slot in unit.slots]
     loaded = mindspore.load_checkpoint(str(tmp_path / "adam.ckpt"))
     mindspore.load_param_into_net(fresh, loaded, strict_load=False)
     assert_same(go_on(trained, ADAM, range(3, 5)), go_on(fresh, ADAM, range(3, 5)))
-    assert slots == [id(slot) for unit in fresh._swap_units for slot in unit.slots]
+    assert slots == [id(slot) for unit in swap_of(fresh).units for slot in unit.slots]
     if device is not None:
         assert device.state_nbytes(fresh) == device.state_nbytes(trained)
 

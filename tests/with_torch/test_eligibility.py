@@ -16,6 +16,7 @@ from training import (
 )
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 BOTH = {"exp_avg", "exp_avg_sq"}
@@ -109,7 +110,7 @@ def test_nothing_is_swapped_for_parameters_on_the_cpu() -> None:
         )
         assert not any(value.is_pinned() for state in swapped.state.values()
                        for value in state.values())
-        assert not swapped._swap_devices
+        assert not swap_of(swapped).devices
 
 
 def test_swapped_states_are_pinned_and_own_exactly_their_own_bytes() -> None:

@@ -22,6 +22,7 @@ from training import SWAP_CLASS, make_params, noise, params_of
 
 from swap_adam import SwapOptimizerConfig
 from swap_adam.slot import Residency
+from swap_adam.swap import swap_of
 from swap_adam.torch.backend import TorchBackend
 
 pytestmark = pytest.mark.simulator_only
@@ -109,7 +110,7 @@ class Training:
         return copied(param, states[param] if param in states else {})
 
     def assert_right(self) -> None:
-        self.optimizer.wait_landed()
+        swap_of(self.optimizer).wait_landed()
         for index, count in enumerate(self.updates):
             have, want = self.now(index), self.truth.at(index, count)
             assert have.keys() == want.keys()
@@ -118,8 +119,8 @@ class Training:
 
     def find_out(self) -> None:
         """After a fault: every parameter is as before or as after, as a whole, or torn."""
-        self.optimizer.wait_landed()
-        torn = self.optimizer._swap_torn
+        swap_of(self.optimizer).wait_landed()
+        torn = swap_of(self.optimizer).torn
         for index, count in enumerate(self.updates):
             if index in torn:
                 continue
@@ -137,7 +138,7 @@ class Training:
 
     def residency(self) -> set[Residency]:
         return {
-            slot.residency for device in self.optimizer._swap_devices.values()
+            slot.residency for device in swap_of(self.optimizer).devices.values()
             for unit in device.units for slot in unit.slots
         }
 
@@ -184,7 +185,7 @@ def test_running_out_of_device_memory_at_any_point_changes_nothing(
             assert "0 of 6 parameters were updated" in notes_of(error) or steps == 0
         simulator.configure(capacity_nbytes=0)
         failures += 1
-        assert not training.optimizer._swap_torn
+        assert not swap_of(training.optimizer).torn
         for index, count in enumerate(training.updates):
             assert torch.equal(
                 training.params[index].detach().cpu(), training.truth.at(index, count)["param"]
@@ -213,7 +214,7 @@ def test_what_the_step_reserves_is_enough_for_it(simulator: ModuleType) -> None:
             training = Training(mode, packed, steps=1)
             torch.accelerator.synchronize()
             gc.collect()
-            (device,) = training.optimizer._swap_devices.values()
+            (device,) = swap_of(training.optimizer).devices.values()
             training.give_gradients()
             needed = device.plan.staging_nbytes + device.plan.scratch_nbytes
             simulator.configure(capacity_nbytes=simulator.memory_held() + needed)
@@ -228,7 +229,7 @@ def test_memory_taken_between_prefetch_and_step_is_missed_before_any_update(
 ) -> None:
     """Backward allocates after the prefetch: what is left must do for the update, or nothing."""
     training = Training("foreach", steps=1)
-    (device,) = training.optimizer._swap_devices.values()
+    (device,) = swap_of(training.optimizer).devices.values()
     training.give_gradients()
     torch.accelerator.synchronize()
     gc.collect()
@@ -239,7 +240,7 @@ def test_memory_taken_between_prefetch_and_step_is_missed_before_any_update(
     with pytest.raises(torch.OutOfMemoryError):
         training.optimizer.step()
     simulator.configure(capacity_nbytes=0)
-    assert not training.optimizer._swap_torn
+    assert not swap_of(training.optimizer).torn
     training.assert_right()
     training.step()
     training.assert_right()
@@ -327,7 +328,7 @@ def test_a_fault_at_any_backend_call_is_rolled_forward_or_changes_nothing(
         else:
             pytest.fail(f"the fault at {faults.names[position]} was swallowed")
         faults.disarm()
-        assert not training.optimizer._swap_torn, "one fault outside the update tears nothing"
+        assert not swap_of(training.optimizer).torn, "one fault outside the update tears nothing"
         before = sum(training.updates)
         training.find_out()
         updated = sum(training.updates) - before
@@ -368,10 +369,10 @@ def test_a_device_that_goes_on_failing_tears_what_cannot_be_finished(
         note = notes_of(caught.value)
         del caught
         counts = list(training.updates)
-        if training.optimizer._swap_torn:
+        if swap_of(training.optimizer).torn:
             torn += 1
             assert "Half updated" in note
-            for index in training.optimizer._swap_torn:
+            for index in swap_of(training.optimizer).torn:
                 assert f"parameter {index} of its group" in note
             with pytest.raises(RuntimeError, match="half updated"):
                 training.optimizer.step()
@@ -439,7 +440,7 @@ def test_an_interrupt_inside_the_update_names_what_is_torn_and_refuses_to_go_on(
         except KeyboardInterrupt as error:
             note = notes_of(error)
         interrupt.arm(-1, False)
-        torn = training.optimizer._swap_torn
+        torn = swap_of(training.optimizer).torn
         assert torn
         for index, shape in enumerate(SHAPES):
             named = f"parameter {index} of its group (shape {shape})"
@@ -567,7 +568,7 @@ def test_an_interrupt_at_any_line_leaves_no_parameter_silently_half_updated(
         _, interrupted = interrupted_at(line, training.optimizer.step)
         assert interrupted
         training.find_out()
-        if training.optimizer._swap_torn:
+        if swap_of(training.optimizer).torn:
             torn += 1
             continue
         training.step()

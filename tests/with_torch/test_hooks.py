@@ -18,6 +18,7 @@ from training import (
 )
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 CONFIG = {"swap_times": 20}
@@ -219,7 +220,7 @@ def test_a_scheduler_made_before_or_after_the_conversion_goes_on(
     assert_same_training(native, swapped)
     assert native.param_groups[0]["lr"] == swapped.param_groups[0]["lr"]
     assert type(swapped) is SWAP_CLASS[original]
-    assert swapped._swap_devices  # our step ran, not the one that the scheduler had wrapped
+    assert swap_of(swapped).devices  # our step ran, not the one that the scheduler had wrapped
     with pytest.raises(ValueError, match="allow_closure"):
         swapped.step(lambda: pytest.fail("the closure was run"))
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]

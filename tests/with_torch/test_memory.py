@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 from training import noise
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 pytestmark = pytest.mark.simulator_only
@@ -79,7 +80,7 @@ class Run:
 
     @property
     def batches(self) -> list[Any]:
-        (device,) = self.optimizer._swap_devices.values()
+        (device,) = swap_of(self.optimizer).devices.values()
         return device.plan.batches
 
     def temporaries(self) -> int:
@@ -317,7 +318,7 @@ def test_the_temporaries_are_those_of_the_native_call(
         base = simulator.memory_held()
         torch.get_device_module("simulated").reset_peak_memory_stats()
         if swapped:
-            (device,) = optimizer._swap_devices.values()
+            (device,) = swap_of(optimizer).devices.values()
             base += device.plan.staging_nbytes
             assert len(device.plan.batches[0].units) > 1
             scale = 5 / max(len(batch.units) for batch in device.plan.batches)

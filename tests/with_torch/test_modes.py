@@ -18,6 +18,7 @@ from training import (
 )
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer
+from swap_adam.swap import swap_of
 
 
 class Recorder(TorchDispatchMode):
@@ -134,7 +135,7 @@ def test_a_batch_of_many_tensors_is_one_call_per_group(
         make=lambda: [{"params": make_params([(64, 8)] * 25, seed=seed)} for seed in (0, 1)],
     )[1]
     calls = operations_of_step(swapped)[operation]
-    (device_swap,) = swapped._swap_devices.values()
+    (device_swap,) = swap_of(swapped).devices.values()
     batches = device_swap.plan.batches
     assert len(batches) < 10
     assert calls == sum(len({unit.group_index for unit in batch.units}) for batch in batches)

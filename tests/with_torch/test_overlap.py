@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swap_adam import SwapOptimizerConfig
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 pytestmark = pytest.mark.simulator_only
@@ -104,7 +105,7 @@ def test_both_directions_of_the_link_work_at_once(simulator: ModuleType, large: 
 
 
 def test_a_batch_is_one_transfer_and_one_fused_call(simulator: ModuleType, large: Any) -> None:
-    (device,) = large._swap_devices.values()
+    (device,) = swap_of(large).devices.values()
     batches = len(device.plan.batches)
     with simulator.record_operations() as operations:
         large.step()
@@ -151,7 +152,7 @@ def test_the_last_copies_drain_under_the_next_forward(simulator: ModuleType) -> 
     update_done = simulator.now() - begin
     torch.accelerator.synchronize()
     landed = simulator.now() - begin
-    batch = max(b.nbytes for b in next(iter(optimizer._swap_devices.values())).plan.batches)
+    batch = max(b.nbytes for b in next(iter(swap_of(optimizer).devices.values())).plan.batches)
     assert landed - update_done >= 0.5 * batch / 25e9
 
 
@@ -182,7 +183,7 @@ def test_streams_events_and_plans_are_made_once(
     optimizer = make_optimizer([5000] * 40, swap_times=7)
     optimizer.step()
     optimizer.step()
-    (device,) = optimizer._swap_devices.values()
+    (device,) = swap_of(optimizer).devices.values()
     plan, streams = device.plan, dict(device.backend._streams)
     simulator.reset_counters()
 
@@ -204,7 +205,7 @@ def test_streams_events_and_plans_are_made_once(
 def test_other_gradients_make_a_new_plan_and_the_same_ones_do_not(simulator: ModuleType) -> None:
     optimizer = make_optimizer([5000] * 10)
     optimizer.step()
-    (device,) = optimizer._swap_devices.values()
+    (device,) = swap_of(optimizer).devices.values()
     plan = device.plan
     first = optimizer.param_groups[0]["params"][0]
     grad, first.grad = first.grad, None
@@ -253,7 +254,7 @@ def test_a_maximal_run_of_gradients_is_one_transfer(simulator: ModuleType) -> No
     optimizer.step()
     params = optimizer.param_groups[0]["params"]
     grads = [param.grad for param in params]
-    (device,) = optimizer._swap_devices.values()
+    (device,) = swap_of(optimizer).devices.values()
     slabs = len(device.store._slabs)
     for missing, runs in (([], 1), ([3], 2), ([2, 3], 2), ([1, 4], 3), ([0, 7], 1)):
         for index, param in enumerate(params):
@@ -283,7 +284,7 @@ def test_per_group_options_do_not_split_a_batch(simulator: ModuleType) -> None:
     simulator.reset_counters()
     optimizer.step()
     torch.accelerator.synchronize()
-    (device,) = optimizer._swap_devices.values()
+    (device,) = swap_of(optimizer).devices.values()
     assert len(device.plan.batches) < 60
     slabs = len(device.store._slabs)
     assert simulator.counters().copies_in <= len(device.plan.batches) + slabs

@@ -22,6 +22,7 @@ from training import (
 )
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 pytestmark = pytest.mark.simulator_only
@@ -261,7 +262,7 @@ def test_two_devices_are_registered_both_or_none(
     swapped = sum(
         2 * 4 * param.numel() for param in params_of(optimizer) if param.numel() >= 1024
     )
-    stores = [device.store for device in optimizer._swap_devices.values()]
+    stores = [device.store for device in swap_of(optimizer).devices.values()]
     assert sum(store.swapped_nbytes for store in stores) == swapped, "none registered twice"
 
 

@@ -24,6 +24,7 @@ from training import make_params, noise
 
 import swap_adam
 from swap_adam import SwapOptimizerConfig
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 from swap_adam.torch.backend import TorchBackend
 
@@ -360,7 +361,7 @@ def _runs_out_of_memory(simulator: ModuleType, config: dict[str, Any], prefetche
             if prefetches:
                 optimizer.prefetch()
             there = prefetches or config.get("keep_staging", False)
-            (device,) = optimizer._swap_devices.values()
+            (device,) = swap_of(optimizer).devices.values()
             room = (0 if there else device.plan.staging_nbytes) + device.plan.scratch_nbytes // 2
             simulator.configure(capacity_nbytes=simulator.memory_held() + room)
         try:
@@ -368,7 +369,7 @@ def _runs_out_of_memory(simulator: ModuleType, config: dict[str, Any], prefetche
         except torch.OutOfMemoryError:
             pass
         simulator.configure(capacity_nbytes=0)
-    if optimizer._swap_torn:
+    if swap_of(optimizer).torn:
         raise Caught("out of memory inside the update")
 
 
@@ -500,18 +501,14 @@ def _cuts_anywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pieces_share_their_step(patch: pytest.MonkeyPatch) -> None:
-    import swap_adam.torch.update_lists as module
+    import swap_adam.torch.adam as module
 
     patch.setattr(
-        module, "steps_of",
-        lambda units: [
-            (unit if unit.whole is None else unit.whole).param_state["step"] for unit in units
+        module, "scalars_of",
+        lambda units, name: [
+            (unit if unit.whole is None else unit.whole).param_state[name] for unit in units
         ],
     )
-    import swap_adam.torch.adam as adam_module
-
-    if hasattr(adam_module, "steps_of"):
-        patch.setattr(adam_module, "steps_of", module.steps_of)
 
 
 def _memory_is_not_waited_for_between_per_tensor_batches(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from swap_adam import swap_optimizer, unswap_optimizer
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW, SwapOptimizerConfig
 
 SHAPES = [(64, 64), (100, 50), (10,)]
@@ -233,12 +234,12 @@ def test_held_states_are_never_read_while_they_are_copied_after_an_interrupt(
     states = pair.ours.state
     step_batch, calls = pair.ours.step_batch, 0
 
-    def interrupted(units: Any) -> None:
+    def interrupted(update: Any, units: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        step_batch(units)
+        step_batch(update, units)
 
     pair.give_gradients(1)
     monkeypatch.setattr(pair.ours, "step_batch", interrupted)
@@ -351,7 +352,7 @@ def test_a_copied_optimizer_still_prefetches_in_backward() -> None:
     config = SwapOptimizerConfig(prefetch_in_backward=True)
     copied, optimizer = copy.deepcopy((param, SwapAdamW([param], swap_config=config)))
     (copied * copied).sum().backward()
-    assert optimizer._swap_prefetch_hook.has_fired  # type: ignore[union-attr]
+    assert swap_of(optimizer).prefetch_hook.has_fired  # type: ignore[union-attr]
 
 
 def test_resident_states_cost_no_temporaries_beyond_those_of_a_batch(

@@ -59,13 +59,13 @@ def test_a_staged_state_used_after_the_step_is_an_error_that_names_it(
     config = SwapOptimizerConfig(swap_times=5, packed_swap=packed)
     optimizer = SwapAdamW(make_params([(40, 50), (60, 50)]), swap_config=config)
     seen: list[Tensor] = []
-    update = optimizer.update_group
+    step_batch = optimizer.step_batch
 
-    def spy(group_index: int, units: Any) -> None:
+    def spy(update: Any, units: Any) -> None:
         seen.extend(view for unit in units for view in unit.states.values())
-        update(group_index, units)
+        step_batch(update, units)
 
-    optimizer.update_group = spy  # type: ignore[method-assign]
+    optimizer.step_batch = spy  # type: ignore[method-assign]
     train(optimizer, 1)
     torch.accelerator.synchronize()
     assert seen
@@ -75,7 +75,7 @@ def test_a_staged_state_used_after_the_step_is_an_error_that_names_it(
             USES[use](view)
             torch.accelerator.synchronize()
         assert str(numel) in str(caught.value) or str(list(view.shape)) in str(caught.value)
-    del optimizer.update_group
+    del optimizer.step_batch
     train(optimizer, range(1, 3))
 
 

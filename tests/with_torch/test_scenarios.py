@@ -212,16 +212,23 @@ def test_torch_adam_swap_optimizer_multi_param_group_align(packed: bool) -> None
 
     def make(model: nn.Module) -> Optimizer:
         optimizer = swap_optimizer(Adam(groups(model)), config_of(packed))
-        update = optimizer.update_group
+        make_update = optimizer.make_update
         members = [set(map(id, group["params"])) for group in optimizer.param_groups]
 
-        def spy(group_index: int, units: Any) -> None:
-            owners = {id(unit.owner) for unit in units}
-            assert owners <= members[group_index]
-            calls.append((group_index, owners, sum(unit.numel for unit in units)))
-            update(group_index, units)
+        def spied_update() -> Any:
+            update = make_update()
+            update_group = update.update_group
 
-        optimizer.update_group = spy
+            def spy(group_index: int, units: Any) -> None:
+                owners = {id(unit.owner) for unit in units}
+                assert owners <= members[group_index]
+                calls.append((group_index, owners, sum(unit.numel for unit in units)))
+                update_group(group_index, units)
+
+            update.update_group = spy
+            return update
+
+        optimizer.make_update = spied_update
         return optimizer
 
     native = run(lambda model: Adam(groups(model)))

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 from training import assert_same_training, make_params, noise, params_of
 
 from swap_adam import SwapOptimizerConfig
+from swap_adam.swap import swap_of
 from swap_adam.torch import SwapAdamW
 
 PIPELINES = [pytest.param(True, id="packed"), pytest.param(False, id="per tensor")]
@@ -159,7 +160,7 @@ def test_what_is_written_into_a_state_counts_in_the_next_step(packed: bool) -> N
 def test_nothing_is_copied_for_what_nobody_holds(simulator: Any) -> None:
     """Reading states between steps, and letting them go, costs no fresh pinned memory."""
     _, swapped = make()
-    (device,) = swapped._swap_devices.values()
+    (device,) = swap_of(swapped).devices.values()
     version = device.store.version
     for number in range(2, 5):
         total = sum(float(state["exp_avg"].sum()) for state in swapped.state.values())

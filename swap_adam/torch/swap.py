@@ -1,19 +1,24 @@
-"""Which parameters are swapped: their states become slots, are kept resident, or are let go."""
+"""What the torch half adds to the machine: which parameters are swapped, kept, or let go.
+
+States become slots, are kept resident, or are given up as the optimizer's groups and states change.
+"""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from swap_adam.config import STATE_KEYS
+from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.device import DeviceReport, DeviceSwap
-from swap_adam.mixin import SwapPipelineMixin, weakly
+from swap_adam.schedule import Schedule
 from swap_adam.slot import Residency, SwapSlot
+from swap_adam.swap import Swap
 from swap_adam.torch.backend import TorchBackend
+from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.resident import Candidate, ResidentStates
 from swap_adam.torch.state import (
     ParamState,
@@ -27,41 +32,109 @@ from swap_adam.torch.state import (
     moved_to,
     shown_as,
 )
+from swap_adam.torch.update import ParamGroup, TorchUpdate
 
-ParamGroup = dict[str, Any]
+States = defaultdict[Tensor, ParamState]
 
 
-class Registration(SwapPipelineMixin[Tensor, torch.Event]):
-    """Keeps the registered units in step with the optimizer's groups and states.
+class TorchSwap(Swap[Tensor, torch.Event]):
+    """Keeps the registered units in step with the groups and states of an optimizer.
 
-    Copies here block the host: they are done when a method returns.
+    It is given those with each call, and keeps neither. Copies here block the host: they are done
+    when a method returns.
     """
 
-    param_groups: list[ParamGroup]
-    _swap_units: dict[Tensor, TorchUnit]
-    _swap_resident: ResidentStates
+    def __init__(
+        self,
+        config: SwapOptimizerConfig,
+        schedule: type[Schedule[Tensor, torch.Event]],
+        update_type: type[TorchUpdate],
+        recovery: str,
+    ) -> None:
+        # Somebody may hold what there is before the first step.
+        super().__init__(config, schedule, recovery, check_held=True)
+        self.update_type = update_type
+        self.units: dict[Tensor, TorchUnit] = {}
+        self.resident = ResidentStates(config.resident_nbytes)
+        self.prefetch_hook: PrefetchHook | None = None
 
-    # What is in the state of every parameter, without amsgrad and with it.
-    _names: tuple[frozenset[str], frozenset[str]]
+    def collect(
+        self, groups: Sequence[ParamGroup], states: States, update: TorchUpdate
+    ) -> list[TorchUnit]:
+        """The units of a step: every parameter with a gradient, in order, its states registered.
 
-    def state_names(self, group: ParamGroup) -> frozenset[str]:
-        """The states that every parameter of ``group`` has, swapped or not."""
-        return self._names[bool(group["amsgrad"])]
+        ``update`` reads the groups. What has left the groups is forgotten.
 
-    def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
-        """What the original puts into a new state before the moments (``step``, or nothing)."""
-        raise NotImplementedError
+        Raises:
+            RuntimeError: a sparse gradient.
+            KeyError: a state is missing, as in the original.
+            MemoryError: not enough pinned memory; nothing has changed.
+        """
+        units: list[TorchUnit] = []
+        stale: list[TorchUnit] = []
+        moved = False
+        if self.check_held:
+            for registered in self.units.values():
+                registered.note_edits()
+        param_index = -1
+        known = 0  # registered parameters that are still in the groups
+        for group_index, group in enumerate(groups):
+            required = frozenset(self.update_type.states_of(group))
+            with_grad: list[Tensor] = []
+            seen: dict[Tensor, TorchUnit] | None = None
+            if len(set(map(id, group["params"]))) < len(group["params"]):
+                seen = {}
+            for param in group["params"]:
+                param_index += 1
+                grad = param.grad
+                if grad is None:
+                    known += param in self.units
+                    continue
+                if grad.is_sparse:
+                    raise RuntimeError(self.update_type.sparse_error)
+                with_grad.append(param)
+                if seen is not None and param in seen:
+                    seen[param].repeats += 1
+                    continue
+                param_state = states[param]
+                unit = self.units.get(param)
+                known += unit is not None
+                if unit is None or not unit.is_current(param_state):
+                    unit = TorchUnit(
+                        group_index, param_index, param, grad, [], 0,
+                        owner=param, param_state=param_state, device=param.device,
+                    )
+                    stale.append(unit)
+                else:
+                    unit.require(required)
+                    if (unit.group_index, unit.param_index) != (group_index, param_index):
+                        moved = True
+                unit.group_index, unit.param_index, unit.repeats = group_index, param_index, 1
+                unit.point_at(grad)
+                if seen is not None:
+                    seen[param] = unit
+                units.append(unit)
+            update.read_group(group_index, group, with_grad)
+        if known < len(self.units):
+            self._forget_gone(groups)
+        if stale:
+            self._adopt(stale, groups)
+        if moved:  # the pieces of a cut parameter know its place
+            for device in self.devices.values():
+                device.forget_plan()
+        if self.check_held:
+            self._detach_held(self.units.values())
+        return units
 
-    def adopt_all(self) -> None:
+    def adopt_all(self, groups: Sequence[ParamGroup], states: States) -> None:
         """Register every parameter that has a state, whether or not it has a gradient.
 
         Raises:
             MemoryError: not enough pinned memory; nothing has changed.
         """
-        states = self.__dict__["state"]
         units = []
         param_index = -1
-        for group_index, group in enumerate(self.param_groups):
+        for group_index, group in enumerate(groups):
             for param in dict.fromkeys(group["params"]):
                 param_index += 1
                 if states.get(param):
@@ -69,18 +142,17 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
                         group_index, param_index, param, param, [], 0,
                         owner=param, param_state=states[param], device=param.device,
                     ))
-        self._adopt(units)
+        self._adopt(units, groups)
 
-    def bring_back(self) -> None:
+    def bring_back(self, states: States) -> None:
         """Put every swapped state back on its parameter's device, laid out as it was.
 
         Raises:
             torch.OutOfMemoryError: they do not fit; nothing has changed.
         """
-        self.check_not_torn("unswap_optimizer()")
         self.wait_landed()
         made: dict[tuple[int, str], tuple[ParamState, Tensor]] = {}
-        for unit in self._swap_units.values():
+        for unit in self.units.values():
             for slot in unit.slots:
                 if unit.param_state.get(slot.name) is slot.logical_tensor:
                     assert slot.cpu_tensor is not None
@@ -90,7 +162,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
                     ).copy_(slot.cpu_tensor)
                     shown = unit.param_state, shown_as(unit.owner, value)
                     made[id(unit.param_state), slot.name] = shown
-        for param, param_state in self.__dict__["state"].items():
+        for param, param_state in states.items():
             for name in STATE_KEYS:
                 # What the user has made of a state that was on the host.
                 if (id(param_state), name) not in made and is_left_behind(param, param_state, name):
@@ -99,7 +171,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
         for (_, name), (param_state, value) in made.items():
             param_state[name] = value
 
-    def _adopt(self, units: Sequence[TorchUnit]) -> None:
+    def _adopt(self, units: Sequence[TorchUnit], groups: Sequence[ParamGroup]) -> None:
         """Register ``units``: make the states that are missing, move out those that are there.
 
         A state on the host that cannot be swapped, cut out of one that was, goes to the device.
@@ -110,12 +182,12 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
         values: list[tuple[SwapSlot[Tensor], ParamState, Tensor]] = []
         made: list[ParamState] = []
         left_behind: list[tuple[TorchUnit, str, Tensor]] = []
-        self._choose_resident(units)
+        self._choose_resident(units, groups)
         try:
             for unit in units:
                 if not unit.param_state:
                     made.append(unit.param_state)
-                    self._make_state(unit)
+                    self._make_state(unit, groups[unit.group_index])
                     continue
                 values.extend(self._take_state(unit))
                 swapped = {slot.name for slot in unit.slots}
@@ -140,36 +212,34 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
                 unit.param_state[name] = value
             raise
 
-    def _choose_resident(self, units: Sequence[TorchUnit]) -> None:
+    def _choose_resident(
+        self, units: Sequence[TorchUnit], groups: Sequence[ParamGroup]
+    ) -> None:
         """Decide which states of ``units`` stay on the device, or are made there."""
         candidates = []
         for unit in units:
             param, param_state = unit.owner, unit.param_state
-            previous = self._swap_units.get(param)
+            previous = self.units.get(param)
             if previous is not None and previous.device != unit.device:
                 self.resident.forget(param, previous.device)
-            names = self.state_names(self.param_groups[unit.group_index])
-            for name in filter(names.__contains__, STATE_KEYS):
+            for name in self.update_type.moments_of(groups[unit.group_index]):
                 # A state that is still to be made is like the parameter.
                 value = param_state.get(name) if param_state else param
                 if (
                     isinstance(value, Tensor)
                     and value.device == param.device
-                    and may_adopt(param, name, value, self.swap_config)
+                    and may_adopt(param, name, value, self.config)
                 ):
                     part = local(value)
                     candidates.append(Candidate(param, name, part.numel() * part.element_size()))
         self.resident.choose(candidates)
 
-    def _make_state(self, unit: TorchUnit) -> None:
+    def _make_state(self, unit: TorchUnit, group: ParamGroup) -> None:
         """A new state as the original makes it; its swapped moments get zeros on the host only."""
         param, param_state = unit.owner, unit.param_state
-        group = self.param_groups[unit.group_index]
-        param_state.update(self.init_param_state(group, param))
-        for name in STATE_KEYS:
-            if name not in self.state_names(group):
-                continue
-            if may_swap(param, name, self.swap_config) and not self.resident.keeps(param, name):
+        param_state.update(self.update_type.init_scalars(group, param))
+        for name in self.update_type.moments_of(group):
+            if may_swap(param, name, self.config) and not self.resident.keeps(param, name):
                 slot = make_slot(param, name, param, param_state)
                 unit.slots.append(slot)
                 param_state[name] = None  # keeps the original's order of keys
@@ -185,7 +255,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
         """
         values: list[tuple[SwapSlot[Tensor], ParamState, Tensor]] = []
         param, param_state = unit.owner, unit.param_state
-        previous = self._swap_units.get(param)
+        previous = self.units.get(param)
         kept = (
             {slot.name: slot for slot in previous.torch_slots()} if previous is not None else {}
         )
@@ -204,7 +274,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
                 unit.slots.append(slot)
             elif (
                 isinstance(value, Tensor)
-                and may_adopt(param, name, value, self.swap_config)
+                and may_adopt(param, name, value, self.config)
                 and not (self.resident.keeps(param, name) and value.device == param.device)
             ):
                 slot = make_slot(param, name, value, param_state)
@@ -213,7 +283,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
         return values
 
     def _register(self, units: Sequence[TorchUnit]) -> None:
-        gone = [self._swap_units[unit.owner] for unit in units if unit.owner in self._swap_units]
+        gone = [self.units[unit.owner] for unit in units if unit.owner in self.units]
         devices = {unit.device for unit in [*units, *gone] if unit.slots}
         slots = [slot for unit in units for slot in unit.slots]
         self.add_slots([
@@ -228,28 +298,27 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
         for unit in units:
             if unit.slots:
                 unit.numel = unit.slots[0].numel
-            self._swap_units[unit.owner] = unit
+            self.units[unit.owner] = unit
 
-    def _forget_gone(self) -> None:
+    def _forget_gone(self, groups: Sequence[ParamGroup]) -> None:
         """Give up what belongs to parameters that left the groups: pruned, or grown."""
-        present = {param for group in self.param_groups for param in group["params"]}
-        gone = [unit for param, unit in self._swap_units.items() if param not in present]
+        present = {param for group in groups for param in group["params"]}
+        gone = [unit for param, unit in self.units.items() if param not in present]
         for device in {unit.device for unit in gone if unit.slots}:
             self._device(device).register(
                 [], [unit for unit in gone if unit.slots and unit.device == device]
             )
         for unit in gone:
             self.resident.forget(unit.owner, unit.device)
-            del self._swap_units[unit.owner]
+            del self.units[unit.owner]
 
     def _device(self, device: torch.device) -> DeviceSwap[Tensor, torch.Event]:
-        if device not in self._swap_devices:
-            self._swap_devices[device] = DeviceSwap(
-                TorchBackend(device), self.schedule_type(), self.plan_options(),
-                _publish, weakly(self.scratch_nbytes), weakly(self.can_cut),
-                policy=self.staging_policy(),
+        if device not in self.devices:
+            self.devices[device] = DeviceSwap(
+                TorchBackend(device), self.schedule, self.plan_options, _publish,
+                policy=self.staging_policy,
             )
-        return self._swap_devices[device]
+        return self.devices[device]
 
     def add_slots(self, slots: Sequence[TorchSlot]) -> None:
         """Give pending slots pinned bytes, all or none, before anything refers to them.
@@ -273,40 +342,39 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
     def remove_slots(self, slots: Sequence[TorchSlot]) -> None:
         """Give slots up that no unit has."""
         for device in {slot.device for slot in slots}:
-            self._swap_devices[device].store.remove(
+            self.devices[device].store.remove(
                 [slot for slot in slots if slot.device == device]
             )
 
     def replace_units(self, units: Sequence[TorchUnit]) -> None:
         """Swap ``units`` and nothing else from now on."""
-        for device, swap in self._swap_devices.items():
+        for device, swap in self.devices.items():
             swap.register([unit for unit in units if unit.device == device], gone=swap.units)
-        self._swap_units = {unit.owner: unit for unit in units}
+        self.units = {unit.owner: unit for unit in units}
 
-    @property
-    def resident(self) -> ResidentStates:
-        """Which eligible states stay on the device."""
-        return self._swap_resident
-
-    def swap_report(self) -> dict[str, DeviceReport]:
-        reports = super().swap_report()
-        params = [param for group in self.param_groups for param in group["params"]]
+    def report_resident(
+        self,
+        reports: dict[str, DeviceReport],
+        groups: Sequence[ParamGroup],
+        describe_param: Callable[[int], str],
+    ) -> None:
+        """Add to ``reports`` what stays on the device by choice."""
+        params = [param for group in groups for param in group["params"]]
         indices = {id(param): index for index, param in enumerate(params)}
         for device, kept in self.resident.by_device().items():
             reports[str(device)] = replace(
                 reports.get(str(device), DeviceReport()),
                 resident_nbytes=sum(state.nbytes for state in kept),
                 resident=tuple(
-                    f"{state.name} of {self.describe_param(indices[id(state.param)])}"
+                    f"{state.name} of {describe_param(indices[id(state.param)])}"
                     for state in kept if id(state.param) in indices
                 ),
             )
-        return reports
 
-    def find_slot(self, param: Tensor, name: str) -> TorchSlot | None:
+    def find_slot(self, states: States, param: Tensor, name: str) -> TorchSlot | None:
         """The slot that holds the state ``name`` of ``param`` now."""
-        unit = self._swap_units.get(param)
-        if unit is None or self.__dict__["state"].get(param) is not unit.param_state:
+        unit = self.units.get(param)
+        if unit is None or states.get(param) is not unit.param_state:
             return None
         for slot in unit.torch_slots():
             if slot.name == name and slot.logical_tensor is unit.param_state.get(name):
@@ -315,7 +383,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
 
     def is_held(self, slot: TorchSlot) -> bool:
         """Whether somebody holds what the optimizer shows for ``slot``."""
-        return self._swap_devices[slot.device].backend.is_held_elsewhere(slot)
+        return self.devices[slot.device].backend.is_held_elsewhere(slot)
 
     def _detach_held(self, units: Iterable[TorchUnit]) -> None:
         """Held counters and small states become snapshots, like the moments: DeviceSwap.settle.
@@ -331,7 +399,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
                 value = unit.param_state[name]
                 if (
                     isinstance(value, Tensor)
-                    and value.numel() <= self.swap_config.min_numel
+                    and value.numel() <= self.config.min_numel
                     and sys.getrefcount(value) > 3  # the entry, the name above, the argument
                 ):
                     unit.param_state[name] = value.clone()
