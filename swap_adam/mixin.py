@@ -74,7 +74,8 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
 
     def swap_report(self) -> dict[str, DeviceReport]:
         """What is swapped, by device: bytes, batches, and the units that had to stay whole."""
-        return self._swap.report(self.describe_param)
+        with self._swap.guard.reading("swap_report()"):
+            return self._swap.report(self.describe_param)
 
     def prefetch(self) -> None:
         """Start the first copy-ins of the next step now, for example while backward computes.
@@ -87,5 +88,6 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             ValueError: the per-tensor pipeline, which has no staging area to fill.
             the framework's out-of-memory error: the staging memory is not there; nothing changed.
         """
-        self._swap.check_not_torn("prefetch()", self.describe_param)
-        self._swap.prefetch()
+        with self._swap.guard.reading("prefetch()"):
+            self._swap.check_not_torn("prefetch()", self.describe_param)
+            self._swap.prefetch()

@@ -19,13 +19,13 @@ class Residency(Enum):
     D2H = "d2h"  # its copy-out is issued; read the host bytes only after `event`
 
 
-# After a fault a copy may be issued again, and what has not come back rests where it was. Memory
-# that is kept is filled again without a rest.
+# After a fault an update or a copy may be issued again, and what has not come back rests where it
+# was. Memory that is kept is filled again without a rest.
 _NEXT: dict[Residency, frozenset[Residency]] = {
     Residency.PENDING: frozenset({Residency.HOST}),
     Residency.HOST: frozenset({Residency.HOST, Residency.H2D, Residency.PENDING}),
     Residency.H2D: frozenset({Residency.H2D, Residency.DEVICE, Residency.HOST}),
-    Residency.DEVICE: frozenset({Residency.D2H, Residency.HOST}),
+    Residency.DEVICE: frozenset({Residency.DEVICE, Residency.D2H, Residency.HOST}),
     Residency.D2H: frozenset({Residency.D2H, Residency.H2D, Residency.HOST}),
 }
 

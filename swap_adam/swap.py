@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.device import DeviceReport, DeviceSwap
 from swap_adam.errors import add_note
+from swap_adam.guard import StepGuard
 from swap_adam.schedule import Schedule, StagingPolicy
 from swap_adam.schedule.builder import PlanOptions
 from swap_adam.slot import UpdateUnit
@@ -60,6 +61,7 @@ class Swap(Generic[TensorT, EventT]):
         # How users replace the states of parameters that a fault has left half updated.
         self.recovery = recovery
         self.devices: dict[Hashable, DeviceSwap[TensorT, EventT]] = {}
+        self.guard = StepGuard()
         self.torn: set[int] = set()  # by param_index
         # Whether somebody may hold what the optimizer shows.
         self.check_held = check_held
@@ -88,13 +90,14 @@ class Swap(Generic[TensorT, EventT]):
                 swapped.setdefault(unit.slots[0].device, []).append(unit)
             else:
                 resident.append(unit)
-        updater = Updater(partial(optimizer.step_batch, update))
+        updater = Updater(partial(optimizer.step_batch, update), update.has_written)
         try:
             self._stream(optimizer, resident, swapped, update, updater)
         except BaseException as error:
-            self.torn |= updater.progress.torn
-            count = len(resident) + sum(len(units) for units in swapped.values())
-            self._explain(error, updater.progress, count, optimizer.describe_param)
+            progress = updater.progress
+            self.torn |= progress.torn
+            progress.count = len(resident) + sum(len(units) for units in swapped.values())
+            add_note(error, self._explain(progress, optimizer.describe_param))
             raise
         optimizer.finish_step()
 
@@ -145,12 +148,16 @@ class Swap(Generic[TensorT, EventT]):
         is_state_held = check_held and optimizer.is_state_held()
         self.check_held = is_state_held or any(held)
         acquired: list[DeviceSwap[TensorT, EventT]] = []
+        progress = updater.progress
         try:
+            progress.is_acquiring = True
             for device, _ in devices:
                 device.acquire()
                 acquired.append(device)
+            progress.is_acquiring = False
             for device in acquired:
                 device.fill()
+            progress.advanced = update.advances
             update.begin()
             plans = [device.plan for device, _ in devices if device.plan is not None]
             limit = max((plan.scratch_nbytes for plan in plans), default=None)
@@ -164,25 +171,40 @@ class Swap(Generic[TensorT, EventT]):
             if is_state_held:
                 self.wait_landed()
 
-    def _explain(
-        self,
-        error: BaseException,
-        progress: Progress,
-        count: int,
-        describe_param: Callable[[int], str],
-    ) -> None:
-        torn = ""
+    def _explain(self, progress: Progress, describe_param: Callable[[int], str]) -> str:
+        """What is true after a fault, and what to do."""
         if progress.torn:
             names = ", ".join(describe_param(index) for index in sorted(progress.torn))
-            torn = (
-                f" Half updated, so unusable until {self.recovery} has replaced their states: "
-                f"{names}."
+            remedy = (
+                f"Half updated, so unusable until {self.recovery} has replaced their states: "
+                f"{names}. {AGAIN}"
             )
-        note = (
-            f"swap_adam: {len(progress.updated)} of {count} parameters were updated before this "
-            f"error.{torn} Calling step() again is not a retry: it would update those twice."
+        elif progress.updated:
+            remedy = AGAIN
+        elif progress.advanced:
+            remedy = "Calling step() again is not a retry: it would count this step twice."
+        else:
+            remedy = f"Nothing has changed{self._memory_remedy(progress)}, then call step() again."
+        return (
+            f"swap_adam: {len(progress.updated)} of {progress.count} parameters were updated "
+            f"before this error. {remedy}"
         )
-        add_note(error, note)
+
+    def _memory_remedy(self, progress: Progress) -> str:
+        plans = [device.plan for device in self.devices.values() if device.plan is not None]
+        staging_nbytes = sum(plan.staging_nbytes for plan in plans)
+        if not progress.is_acquiring or not staging_nbytes:
+            return ": remove the cause"
+        scratch_nbytes = max(plan.scratch_nbytes for plan in plans)
+        swap_times = 2 * max(plan.partition.swap_times for plan in plans)
+        return (
+            f". The step needs {staging_nbytes} bytes of staging memory and {scratch_nbytes} for "
+            "the temporaries of an update: free device memory, or convert the optimizer anew with "
+            f"more and smaller batches (swap_times={swap_times} needs about half of it)"
+        )
+
+
+AGAIN = "Calling step() again is not a retry: it would update those twice."
 
 
 def swap_of(optimizer: object) -> Swap[Any, Any]:

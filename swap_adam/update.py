@@ -33,11 +33,18 @@ class Update(Protocol[TensorT]):
         """Parts of ``units``, of which nothing is swapped, whose temporaries are within a batch's
         (``None``: there is no batch), so that they are there."""
 
+    @property
+    def advances(self) -> bool:
+        """Whether :meth:`begin` changes anything."""
+
     def begin(self) -> None:
         """What the original advances once per step, now that all device memory is there."""
 
     def run(self, units: Sequence[UpdateUnit[TensorT]]) -> None:
         """Update ``units`` with the original's own arithmetic."""
+
+    def has_written(self) -> bool:
+        """Whether the last :meth:`run`, which raised, may have changed anything."""
 
 
 @dataclass
@@ -47,13 +54,21 @@ class Progress:
     updated: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)  # some pieces are updated, not all
     torn: set[int] = field(default_factory=set)  # an update of theirs was interrupted
+    count: int = 0  # of the parameters that the step was to update
+    advanced: bool = False  # what belongs to no parameter has been advanced
+    is_acquiring: bool = False  # device memory
 
 
 class Updater(Generic[TensorT]):
     """Runs the update of batches and keeps the progress of the step."""
 
-    def __init__(self, update: Callable[[Sequence[UpdateUnit[TensorT]]], None]) -> None:
+    def __init__(
+        self,
+        update: Callable[[Sequence[UpdateUnit[TensorT]]], None],
+        has_written: Callable[[], bool],
+    ) -> None:
         self._update = update
+        self._has_written = has_written
         self._last: Sequence[UpdateUnit[TensorT]] | None = None
         self.progress = Progress()
 
@@ -69,7 +84,9 @@ class Updater(Generic[TensorT]):
                     progress.updated.add(unit.param_index)
             self._last = units
         except BaseException:
-            self.tear(units)
+            # What the update refuses before it writes has changed nothing.
+            if self._has_written():
+                self.tear(units)
             raise
 
     def has_updated(self, units: Sequence[UpdateUnit[TensorT]]) -> bool:

@@ -54,8 +54,13 @@ class CountedUpdate:
     ) -> Iterable[Sequence[UpdateUnit[Bytes]]]:
         return [units] if units else []
 
+    advances = False
+
     def begin(self) -> None:
         """Nothing is advanced."""
+
+    def has_written(self) -> bool:
+        return True
 
     def run(self, units: Sequence[UpdateUnit[Bytes]]) -> None:
         sizes = [_param_nbytes(unit) for unit in units]

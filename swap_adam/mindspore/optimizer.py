@@ -118,8 +118,13 @@ class MindSporeUpdate:
     ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
         return [units] if units else []
 
+    advances = True
+
     def begin(self) -> None:
         self._optimizer.begin_update()
+
+    def has_written(self) -> bool:
+        return True
 
     def run(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
         mine = cast(Sequence[MindSporeUnit], units)

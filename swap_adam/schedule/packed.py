@@ -26,7 +26,7 @@ class PackedSchedule(Schedule[TensorT, EventT]):
     """Batches in one staging area, each where the bytes are free the earliest."""
 
     can_prefetch = True
-    # On the class: `dispose` is also called for an instance whose making was interrupted.
+    # On the class: __del__ also runs for an instance whose making was interrupted.
     _kept: TensorT | None = None
 
     @staticmethod
@@ -96,10 +96,15 @@ class PackedSchedule(Schedule[TensorT, EventT]):
         if staging is not None and self._kept is not staging:
             self.backend.release(staging, pending)
 
-    def dispose(self, pending: StreamRole | None) -> None:
+    def dispose(self) -> None:
         if self._kept is not None:
-            self.backend.release(self._kept, pending)
+            self.backend.release(self._kept, None)
             self._kept = None
+
+    def __del__(self) -> None:
+        # It may not go before the copies that still use it.
+        if self._kept is not None:
+            self.backend.release(self._kept, StreamRole.COPY_OUT)
 
     def _bind_views(
         self, units: Sequence[UpdateUnit[TensorT]], staging: TensorT, start: int, region: Region

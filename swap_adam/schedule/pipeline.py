@@ -172,13 +172,11 @@ class Pipeline(Generic[TensorT, EventT]):
     def dispose(self) -> None:
         """Wait, and give all memory back, what is kept included."""
         self.wait()
-        self._schedule.dispose(None)
+        self._schedule.dispose()
 
     def __del__(self) -> None:
         # Memory that is held beyond a step may not go before the copies that use it.
         self.cancel()
-        if "_schedule" in self.__dict__:
-            self._schedule.dispose(StreamRole.COPY_OUT)
 
     @property
     def _is_open(self) -> bool:

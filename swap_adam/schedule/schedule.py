@@ -82,8 +82,8 @@ class Schedule(ABC, Generic[TensorT, EventT]):
     def release(self, plan: StepPlan[TensorT, EventT], pending: StreamRole | None) -> None:
         """Give all device memory of the step back, to others once ``pending`` has passed it."""
 
-    def dispose(self, pending: StreamRole | None) -> None:
-        """Give back also what is kept between steps."""
+    def dispose(self) -> None:
+        """Give back also what is kept between steps, which nothing uses any more."""
 
     def copy_in(self, batch: Batch[TensorT, EventT]) -> None:
         """Issue the copy-ins of ``batch``, whose device memory nobody uses any more."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,11 @@ from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import REFUSED, TorchSwapMixin
 from swap_adam.torch.state import (
     ParamState,
-    TorchUnit,
     check_fused_param,
     default_to_foreach,
     scalar_dtype,
 )
-from swap_adam.torch.update import ParamGroup, TorchUpdate, argument_lists, scalars_of
+from swap_adam.torch.update import ParamGroup, TorchUpdate
 
 # The for-loop has the square root and its quotient at a time, beside the last tensor's quotient;
 # and the negated or decayed gradient, where there is one.
@@ -54,13 +54,14 @@ class AdamUpdate(TorchUpdate):
     scalars = ("step",)
     moments = ("exp_avg", "exp_avg_sq")
     amsgrad_moments = ("max_exp_avg_sq",)
+    numbers = ("lr", "eps", "weight_decay")
     sparse_error = "Adam does not support sparse gradients, please consider SparseAdam instead"
 
     def __init__(
         self, groups: Sequence[ParamGroup], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         super().__init__(groups)
-        self._scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        self._grad_scale, self._found_inf = grad_scale, found_inf
         self._steps: dict[int, GroupStep] = {}
 
     @classmethod
@@ -71,6 +72,7 @@ class AdamUpdate(TorchUpdate):
         return {"step": torch.tensor(0.0, dtype=scalar_dtype(False), device="cpu")}
 
     def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
+        super().read_group(group_index, group, params)
         fused, foreach = bool(group["fused"]), bool(group["foreach"])
         lr = group["lr"]
         if group["fused"] is None and group["foreach"] is None:
@@ -135,20 +137,29 @@ class AdamUpdate(TorchUpdate):
             room -= nbytes
         return parts
 
-    def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
+    def call(
+        self,
+        group_index: int,
+        params: list[Tensor],
+        grads: list[Tensor],
+        moments: Sequence[list[Tensor]],
+        scalars: Sequence[list[Any]],
+        scaled: bool,
+    ) -> None:
         group, step = self._groups[group_index], self._steps[group_index]
         beta1, beta2 = group["betas"]
-        params, grads, moments = argument_lists(units, self.moments_of(group))
         exp_avgs, exp_avg_sqs, *max_exp_avg_sqs = moments
+        (steps,) = scalars
         adam(
             params, grads, exp_avgs, exp_avg_sqs,
             max_exp_avg_sqs[0] if max_exp_avg_sqs else [],
-            scalars_of(units, "step"),
+            steps,
             foreach=step.foreach,
             fused=step.fused,
             capturable=False,
             differentiable=False,
-            **self._scaling,
+            grad_scale=self._grad_scale if scaled else None,
+            found_inf=self._found_inf if scaled else None,
             has_complex=any(torch.is_complex(param) for param in params),
             decoupled_weight_decay=group["decoupled_weight_decay"],
             amsgrad=group["amsgrad"],

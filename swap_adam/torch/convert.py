@@ -65,6 +65,8 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
     States on a device are copied out by blocking copies; their device memory is free on return.
     """
     if isinstance(optimizer, TorchSwapMixin):
+        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            raise _unsupported(optimizer)  # it only looks like the optimizer that it wraps
         if config is not None and config != optimizer.swap_config:
             raise ValueError(
                 f"this optimizer is already a {type(optimizer).__name__} with "
@@ -103,14 +105,19 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
     if not isinstance(optimizer, TorchSwapMixin):
         raise TypeError(f"not a swap optimizer: {type(optimizer).__qualname__}; nothing to undo")
     if type(optimizer) not in _swap_classes().values():
+        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            raise _unsupported(optimizer)
         raise TypeError(
             f"{type(optimizer).__qualname__} derives from a swap class, so there is no original "
             "to turn it into; construct one and load this optimizer's state_dict()"
         )
-    optimizer._swap.check_not_torn("unswap_optimizer()", optimizer.describe_param)
-    optimizer._swap.bring_back(optimizer.__dict__["state"])
-    _forget(optimizer, optimizer.original)
-    _rebind_scheduler_wrapper(optimizer)
+    swap = optimizer._swap
+    with swap.guard.reading("unswap_optimizer()"):
+        swap.forget_mended(optimizer.__dict__["state"])
+        swap.check_not_torn("unswap_optimizer()", optimizer.describe_param)
+        swap.bring_back(optimizer.__dict__["state"])
+        _forget(optimizer, optimizer.original)
+        _rebind_scheduler_wrapper(optimizer)
     return cast(OptimizerT, optimizer)
 
 

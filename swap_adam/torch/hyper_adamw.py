@@ -17,8 +17,8 @@ from swap_adam.config import SwapOptimizerConfig
 from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import TorchSwapMixin
-from swap_adam.torch.state import ParamState, TorchUnit
-from swap_adam.torch.update import ParamGroup, TorchUpdate, argument_lists
+from swap_adam.torch.state import ParamState
+from swap_adam.torch.update import ParamGroup, TorchUpdate
 
 
 def adamw(
@@ -162,6 +162,7 @@ class HyperAdamWUpdate(TorchUpdate):
     scalars = ()
     moments = ("exp_avg", "exp_avg_sq")
     amsgrad_moments = ("max_exp_avg_sq",)
+    numbers = ("lr", "eps", "weight_decay")
     sparse_error = SPARSE_ERROR
     functional = staticmethod(adamw)
 
@@ -173,17 +174,26 @@ class HyperAdamWUpdate(TorchUpdate):
         # The functional makes one `step` per call, and calls follow each other.
         return DEVICE_ALIGNMENT_NBYTES
 
+    advances = True
+
     def begin(self) -> None:
         for group in self._groups:
             group["step"] = group.get("step", 0) + 1
 
-    def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
-        group = self._groups[group_index]
-        params, grads, moments = argument_lists(units, self.moments_of(group))
+    def call(
+        self,
+        group_index: int,
+        params: list[Tensor],
+        grads: list[Tensor],
+        moments: Sequence[list[Tensor]],
+        scalars: Sequence[list[Any]],
+        scaled: bool,
+    ) -> None:
         exp_avgs, exp_avg_sqs, *max_exp_avg_sqs = moments
+        options = {"step": 1, **self._groups[group_index]}  # no step yet before the first one
         self.functional(
             params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs[0] if max_exp_avg_sqs else [],
-            **functional_options(group),
+            **functional_options(options),
         )
 
 

@@ -12,10 +12,18 @@ from swap_adam.config import STATE_KEYS
 from swap_adam.slot import Residency
 from swap_adam.torch.resident import Candidate
 from swap_adam.torch.state import Incoming, TorchSlot, TorchUnit, local, make_slot, may_load
-from swap_adam.torch.swap import States, TorchSwap
+from swap_adam.torch.swap import States, TorchSwap, states_of
 from swap_adam.torch.update import ParamGroup
 
 StateDict = dict[str, Any]
+
+
+def _has_other_shape(param: Tensor, entry: object) -> bool:
+    """Whether a moment in a parameter's ``entry`` has another shape than the parameter."""
+    return isinstance(entry, dict) and any(
+        isinstance(value := entry.get(name), Tensor) and value.shape != param.shape
+        for name in STATE_KEYS
+    )
 
 
 class Loading:
@@ -37,6 +45,7 @@ class Loading:
         self._new: list[TorchSlot] = []
         self.is_done = False
         self.refused_flags: set[str] = set()  # of the dict; the optimizer keeps its own
+        self.misfits: list[int] = []  # param indices whose states have another shape
 
     def hold_back(self, optimizer: Optimizer, saved: StateDict) -> StateDict:
         """Take out of ``saved`` what goes to the host, and the group flags that are refused."""
@@ -45,6 +54,7 @@ class Loading:
             len(group["params"]) for group in saved_groups
         ]:
             return saved  # the original's own error follows
+        own_states = states_of(optimizer)
         states = dict(saved["state"])
         keys = chain.from_iterable(group["params"] for group in saved_groups)
         owners = (
@@ -54,6 +64,10 @@ class Loading:
         entries = [
             (key, param_index, group_index, param, self._eligible(param, states.get(key)))
             for param_index, (key, (group_index, param)) in enumerate(zip(keys, owners))
+        ]
+        self.misfits = [
+            param_index for key, param_index, _, param, _ in entries
+            if _has_other_shape(param, states.get(key))
         ]
         resident = self._swap.resident
         resident.choose(
@@ -70,7 +84,7 @@ class Loading:
                     owner=param, param_state={}, device=param.device,
                 )
                 unit.slots.extend(
-                    self._slot(optimizer.__dict__["state"], param, name, value)
+                    self._slot(own_states, param, name, value)
                     for name, value in values.items()
                 )
                 self._incoming.append((unit, values))
@@ -93,7 +107,7 @@ class Loading:
 
     def bring_in(self, optimizer: Optimizer) -> None:
         """Copy the values that were held back to their slots and show them."""
-        states = optimizer.__dict__["state"]
+        states = states_of(optimizer)
         for unit, values in self._incoming:
             unit.param_state = states[unit.owner]
             for slot in unit.slots:

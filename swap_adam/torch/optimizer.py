@@ -19,7 +19,7 @@ from swap_adam.torch.backend import outside_graphs
 from swap_adam.torch.loading import Loading
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.state import ParamState
-from swap_adam.torch.swap import TorchSwap
+from swap_adam.torch.swap import TorchSwap, states_of
 from swap_adam.torch.update import ParamGroup, TorchUpdate
 from swap_adam.update import Update
 
@@ -117,12 +117,15 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             )
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        is_swapping = "_swap" in self.__dict__
-        if is_swapping and isinstance(param_group, dict):
-            self.refuse_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        if is_swapping and self._swap.prefetch_hook is not None:
-            self._swap.prefetch_hook.attach(self.param_groups[-1]["params"])
+        if "_swap" not in self.__dict__:  # the original's constructor adds the first ones
+            super().add_param_group(param_group)
+            return
+        with self._swap.guard.reading("add_param_group()"):
+            if isinstance(param_group, dict):
+                self.refuse_group({**self.defaults, **param_group})
+            super().add_param_group(param_group)
+            if self._swap.prefetch_hook is not None:
+                self._swap.prefetch_hook.attach(self.param_groups[-1]["params"])
 
     # Step
 
@@ -154,14 +157,20 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     @outside_graphs
     def _run_step(self) -> None:
-        try:
-            self._swap.run_step(self)
-        finally:
-            # Gradients belong to the user, who may free them now: no unit keeps one alive.
-            for unit in self._swap.units.values():
-                unit.grad = unit.param
-            if self._swap.prefetch_hook is not None:
-                self._swap.prefetch_hook.has_fired = False
+        swap = self._swap
+        with swap.guard.stepping():
+            try:
+                swap.forget_mended(states_of(self))
+                swap.run_step(self)
+            except BaseException:
+                swap.mark_torn()
+                raise
+            finally:
+                # Gradients belong to the user, who may free them now: no unit keeps one alive.
+                for unit in swap.units.values():
+                    unit.grad = unit.param
+                if swap.prefetch_hook is not None:
+                    swap.prefetch_hook.has_fired = False
 
     def _init_group(self, group: ParamGroup, *_: object) -> bool:
         """The original's ``step`` was bound before the conversion (accelerate keeps it): do ours.
@@ -183,7 +192,9 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     def iter_update_units(self, update: Update[Tensor]) -> Iterable[UpdateUnit[Tensor]]:
         assert isinstance(update, TorchUpdate)
-        return self._swap.collect(self.param_groups, self.__dict__["state"], update)
+        return self._swap.collect(
+            self.param_groups, states_of(self), update, self.describe_param
+        )
 
     def describe_param(self, param_index: int) -> str:
         for group in self.param_groups:
@@ -197,25 +208,33 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     def is_state_held(self) -> bool:
         # The optimizer's attribute, the name below and the argument of getrefcount.
-        states = self.__dict__["state"]
+        states = states_of(self)
         return sys.getrefcount(states) > 3 or any(
             unit.is_container_held() for unit in self._swap.units.values()
         )
 
     def swap_report(self) -> dict[str, DeviceReport]:
-        reports = super().swap_report()
-        self._swap.report_resident(reports, self.param_groups, self.describe_param)
-        return reports
+        with self._swap.guard.reading("swap_report()"):
+            reports = super().swap_report()
+            self._swap.report_resident(reports, self.param_groups, self.describe_param)
+            return reports
 
     # State and checkpoints
 
     @property
     def state(self) -> defaultdict[Tensor, ParamState]:
-        """Every parameter's state. Reading it waits on the host for copies in flight."""
+        """Every parameter's state. Reading it waits on the host for copies in flight.
+
+        It is live: in another thread, take :meth:`state_dict` to have the states between two
+        steps. Where a fault has left parameters half updated, theirs are what it left.
+
+        Raises:
+            RuntimeError: from inside a step.
+        """
         if "_swap" in self.__dict__:
-            self._swap.check_not_torn("reading the optimizer's states", self.describe_param)
-            self._swap.wait_landed()
-            self._swap.check_held = True
+            with self._swap.guard.reading("reading the optimizer's states"):
+                self._swap.wait_landed()
+                self._swap.check_held = True
         try:
             states: defaultdict[Tensor, ParamState] = self.__dict__["state"]
         except KeyError:
@@ -236,16 +255,18 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         bytes, and the step uses fresh ones.
 
         Raises:
-            RuntimeError: parameters are half updated by an earlier fault.
+            RuntimeError: parameters are half updated by an earlier fault, or from inside a step.
         """
-        self._swap.check_not_torn("state_dict()", self.describe_param)
-        states: StateDict = super().state_dict()
-        # The entries of the original's dict are live, so they would show later tensors.
-        if isinstance(states.get("state"), dict):  # a hook may have made something else of it
-            states["state"] = {
-                key: dict(value) if isinstance(value, dict) else value
-                for key, value in states["state"].items()
-            }
+        with self._swap.guard.reading("state_dict()"):
+            self._swap.forget_mended(states_of(self))
+            self._swap.check_not_torn("state_dict()", self.describe_param)
+            states: StateDict = super().state_dict()
+            # The entries of the original's dict are live, so they would show later tensors.
+            if isinstance(states.get("state"), dict):  # a hook may have made something else of it
+                states["state"] = {
+                    key: dict(value) if isinstance(value, dict) else value
+                    for key, value in states["state"].items()
+                }
         return states
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -259,6 +280,24 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             ValueError: the groups do not match, as the original; nothing has changed.
             MemoryError: not enough pinned memory; nothing has changed.
         """
+        with self._swap.guard.reading("load_state_dict()"):
+            loading = self._load(state_dict)
+        if loading.misfits:
+            warnings.warn(
+                "the checkpoint has states of another shape than the parameter for "
+                f"{', '.join(map(self.describe_param, loading.misfits))}: is it another model's? "
+                "step() will refuse them",
+                stacklevel=2,
+            )
+        if loading.refused_flags:
+            flags = ", ".join(f"{flag}=True" for flag in sorted(loading.refused_flags))
+            warnings.warn(
+                f"the checkpoint's groups have {flags}, which {type(self).__name__} does not "
+                "support; it keeps its own",
+                stacklevel=2,
+            )
+
+    def _load(self, state_dict: StateDict) -> Loading:
         swap = self._swap
         swap.wait_landed()
         loading = Loading(swap, self.refused_flags, self.is_state_held())
@@ -276,16 +315,12 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         finally:
             pre.remove()
             post.remove()
-        if loading.refused_flags:
-            flags = ", ".join(f"{flag}=True" for flag in sorted(loading.refused_flags))
-            warnings.warn(
-                f"the checkpoint's groups have {flags}, which {type(self).__name__} does not "
-                "support; it keeps its own",
-                stacklevel=2,
-            )
+        swap.check_held = True  # what came with the dict has not been looked at
+        return loading
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "swap_config": self.swap_config}
+        with self._swap.guard.reading("copying or pickling the optimizer"):
+            return {**super().__getstate__(), "swap_config": self.swap_config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called on a bare instance by pickle and deepcopy, and by load_state_dict.

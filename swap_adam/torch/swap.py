@@ -7,10 +7,11 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.device import DeviceReport, DeviceSwap
@@ -37,6 +38,38 @@ from swap_adam.torch.update import ParamGroup, TorchUpdate
 States = defaultdict[Tensor, ParamState]
 
 
+def states_of(optimizer: Optimizer) -> States:
+    """The states past the property, which waits; a wrapper made of the optimizer's class has them
+    behind a property of its own."""
+    states: States | None = optimizer.__dict__.get("state")
+    return optimizer.state if states is None else states
+
+
+@dataclass(frozen=True)
+class TornState:
+    """The state of a half updated parameter, with how often each tensor had been written to."""
+
+    unit: TorchUnit
+    tensors: dict[str, tuple[Tensor, int]]
+
+    @classmethod
+    def of(cls, unit: TorchUnit) -> TornState:
+        return cls(unit, {
+            name: (value, value._version)
+            for name, value in unit.param_state.items() if isinstance(value, Tensor)
+        })
+
+    def is_mended(self, states: States) -> bool:
+        """Whether each of them has been replaced, or written to, or the whole entry has."""
+        now = states.get(self.unit.owner)
+        if now is not self.unit.param_state:
+            return True
+        return all(
+            now.get(name) is not value or value._version > version
+            for name, (value, version) in self.tensors.items()
+        )
+
+
 class TorchSwap(Swap[Tensor, torch.Event]):
     """Keeps the registered units in step with the groups and states of an optimizer.
 
@@ -57,9 +90,32 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         self.units: dict[Tensor, TorchUnit] = {}
         self.resident = ResidentStates(config.resident_nbytes)
         self.prefetch_hook: PrefetchHook | None = None
+        # By param_index, what the states of a torn parameter were when it was torn.
+        self._torn_states: dict[int, TornState] = {}
+
+    def mark_torn(self) -> None:
+        """Remember what the states of torn parameters are now, to see when they are mended."""
+        for unit in self.units.values():
+            if unit.param_index in self.torn and unit.param_index not in self._torn_states:
+                self._torn_states[unit.param_index] = TornState.of(unit)
+
+    def forget_mended(self, states: States) -> None:
+        """What is torn no longer is when all of its states were replaced or written since."""
+        if not self.torn:
+            self._torn_states.clear()
+            return
+        for index, torn in list(self._torn_states.items()):
+            if torn.is_mended(states):
+                del self._torn_states[index]
+                self.torn.discard(index)
+                self.check_held = True
 
     def collect(
-        self, groups: Sequence[ParamGroup], states: States, update: TorchUpdate
+        self,
+        groups: Sequence[ParamGroup],
+        states: States,
+        update: TorchUpdate,
+        describe_param: Callable[[int], str],
     ) -> list[TorchUnit]:
         """The units of a step: every parameter with a gradient, in order, its states registered.
 
@@ -104,6 +160,8 @@ class TorchSwap(Swap[Tensor, torch.Event]):
                         group_index, param_index, param, grad, [], 0,
                         owner=param, param_state=param_state, device=param.device,
                     )
+                    if param_state:
+                        unit.require(required)
                     stale.append(unit)
                 else:
                     unit.require(required)
@@ -117,6 +175,8 @@ class TorchSwap(Swap[Tensor, torch.Event]):
             update.read_group(group_index, group, with_grad)
         if known < len(self.units):
             self._forget_gone(groups)
+        self._check_shapes(stale, groups, describe_param)
+        update.check(units, units if self.check_held else stale)
         if stale:
             self._adopt(stale, groups)
         if moved:  # the pieces of a cut parameter know its place
@@ -125,6 +185,32 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         if self.check_held:
             self._detach_held(self.units.values())
         return units
+
+    def _check_shapes(
+        self,
+        units: Iterable[TorchUnit],
+        groups: Sequence[ParamGroup],
+        describe_param: Callable[[int], str],
+    ) -> None:
+        """Refuse states that the update could not take, in the middle of a step.
+
+        Raises:
+            ValueError: naming the parameter, both shapes, and what to do.
+        """
+        for unit in units:
+            group = groups[unit.group_index]
+            for name in self.update_type.moments_of(group):
+                value = unit.param_state.get(name)
+                # A fused kernel counts elements, and takes them in another shape too.
+                if isinstance(value, Tensor) and value.shape != unit.owner.shape and not (
+                    group.get("fused") and value.numel() == unit.owner.numel()
+                ):
+                    raise ValueError(
+                        f"the state {name} of {describe_param(unit.param_index)} has the shape "
+                        f"{tuple(value.shape)}: it is another parameter's, of another model's "
+                        "checkpoint perhaps. Load the right one, or delete the parameter's entry "
+                        "of optimizer.state to begin it anew. Nothing has changed."
+                    )
 
     def adopt_all(self, groups: Sequence[ParamGroup], states: States) -> None:
         """Register every parameter that has a state, whether or not it has a gradient.
@@ -163,6 +249,8 @@ class TorchSwap(Swap[Tensor, torch.Event]):
                     shown = unit.param_state, shown_as(unit.owner, value)
                     made[id(unit.param_state), slot.name] = shown
         for param, param_state in states.items():
+            if not isinstance(param, Tensor):
+                continue  # a user's own value
             for name in STATE_KEYS:
                 # What the user has made of a state that was on the host.
                 if (id(param_state), name) not in made and is_left_behind(param, param_state, name):

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 from swap_adam.slot import UpdateUnit
@@ -33,8 +34,13 @@ class TorchUpdate(ABC):
     amsgrad_moments: ClassVar[tuple[str, ...]] = ()
     sparse_error: ClassVar[str]
 
+    # Hyperparameters of a group that enter the arithmetic.
+    numbers: ClassVar[tuple[str, ...]]
+
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
+        self._versions: list[tuple[list[Tensor], list[int] | None]] = []
+        self._odd_groups: set[int] = set()
 
     @classmethod
     def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
@@ -52,7 +58,51 @@ class TorchUpdate(ABC):
         """What the original puts into a new state before the moments."""
 
     def read_group(self, group_index: int, group: ParamGroup, params: list[Tensor]) -> None:
-        """Read what the step needs of a group, ``params`` being those with a gradient."""
+        """Read what the step needs of a group, ``params`` being those with a gradient.
+
+        Raises:
+            KeyError, ValueError, TypeError: the original's, for what it could not compute with.
+        """
+        beta1, beta2 = group["betas"]
+        values = [beta1, beta2, *(group[name] for name in self.numbers)]
+        if params and not all(isinstance(value, (int, float, Tensor)) for value in values):
+            self._odd_groups.add(group_index)
+
+    def check(self, units: Sequence[TorchUnit], suspects: Iterable[TorchUnit]) -> None:
+        """Have the original refuse now what it would refuse in the middle of the step.
+
+        It is asked only where something looks odd: an option of a group, or a scalar of one of
+        ``suspects``, whose states may have been changed. It is given parameters of one element and
+        copies of the scalars; if it refuses, the scalars themselves, which it may advance first.
+        """
+        odd_groups = set(self._odd_groups)
+        for unit in suspects:
+            if unit.param_state and any(
+                not isinstance(value, Tensor) or not value.is_floating_point()
+                for value in map(unit.param_state.__getitem__, self.scalars)
+            ):
+                odd_groups.add(unit.group_index)
+        for group_index in sorted(odd_groups):
+            members = [
+                unit for unit in units if unit.group_index == group_index and unit.param_state
+            ]
+            columns = [[unit.param_state[name] for unit in members] for name in self.scalars]
+            try:
+                self._try(group_index, members, [list(map(_copy_of, c)) for c in columns])
+            except Exception:
+                self._try(group_index, members, columns)
+                raise
+
+    def _try(
+        self, group_index: int, members: Sequence[TorchUnit], scalars: Sequence[list[Any]]
+    ) -> None:
+        """The call for ``members``, on one element of each."""
+
+        def ones() -> list[Tensor]:
+            return [torch.zeros(1, dtype=u.param.dtype, device=u.device) for u in members]
+
+        moments = [ones() for _ in self.moments_of(self._groups[group_index])]
+        self.call(group_index, ones(), ones(), moments, scalars, scaled=False)
 
     @property
     def memory_key(self) -> Hashable:
@@ -71,19 +121,58 @@ class TorchUpdate(ABC):
     ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
         return [units] if units else []
 
+    # Whether something is advanced once per step.
+    advances = False
+
     def begin(self) -> None:
         """Nothing is advanced once per step: ``step`` belongs to the parameter."""
 
+    def has_written(self) -> bool:
+        return any(
+            before is None or _versions(tensors) != before for tensors, before in self._versions
+        )
+
     def run(self, units: Sequence[UpdateUnit[Tensor]]) -> None:
+        self._versions.clear()
         by_group: dict[int, list[TorchUnit]] = {}
         for unit in cast(Sequence[TorchUnit], units):
             by_group.setdefault(unit.group_index, []).append(unit)
         for group_index, members in by_group.items():
             self.update_group(group_index, members)
 
-    @abstractmethod
     def update_group(self, group_index: int, units: Sequence[TorchUnit]) -> None:
         """One call of the original's functional over ``units`` of one group."""
+        params, grads, moments = argument_lists(units, self.moments_of(self._groups[group_index]))
+        scalars = [scalars_of(units, name) for name in self.scalars]
+        # Written first: while they have not been, nothing has.
+        first = scalars[0] if scalars else []
+        self._versions.append((first, _versions(first)))
+        self.call(group_index, params, grads, moments, scalars, scaled=True)
+
+    @abstractmethod
+    def call(
+        self,
+        group_index: int,
+        params: list[Tensor],
+        grads: list[Tensor],
+        moments: Sequence[list[Tensor]],
+        scalars: Sequence[list[Any]],
+        scaled: bool,
+    ) -> None:
+        """The original's functional with the group's options; ``moments`` and ``scalars`` in the
+        order of their names, ``scaled`` with what GradScaler has left."""
+
+
+def _copy_of(value: object) -> object:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _versions(tensors: list[Tensor]) -> list[int] | None:
+    """How often each was written to; ``None`` where that cannot be told: fused kernels, and
+    foreach on some devices, do not count."""
+    if not tensors or any(t.device.type != "cpu" or t.is_inference() for t in tensors):
+        return None
+    return [tensor._version for tensor in tensors]
 
 
 def argument_lists(
@@ -133,6 +222,7 @@ def scalars_of(units: Sequence[TorchUnit], name: str) -> list[Tensor]:
         scalar = unit.whole.param_state[name]
         if unit.start_numel == 0:  # one kernel copies it for all pieces
             unit.whole.scalar_copies[name] = list(scalar.repeat(unit.pieces_left).unbind())
-        copies = unit.whole.scalar_copies
-        scalars.append(copies[name].pop() if unit.pieces_left else scalar)
+        if unit.pieces_left:
+            scalar = unit.whole.scalar_copies[name][unit.pieces_left - 1]
+        scalars.append(scalar)
     return scalars

@@ -74,7 +74,7 @@ class Model:
         self.device.settle(active, self, check_held)
         self.device.acquire()
         self.device.fill()
-        updater: Any = Updater(self.run)
+        updater: Any = Updater(self.run, lambda: True)
         self.device.run(updater)
         for unit in active:
             self.expect(unit)
@@ -282,7 +282,7 @@ def test_a_fault_at_any_call_leaves_every_parameter_old_or_new_or_named_torn(
             if position < count <= position + times:
                 raise OSError(f"fault at {name}")
 
-        updater: Any = Updater(model.run)
+        updater: Any = Updater(model.run, lambda: True)
         model.backend.fail = fail
         try:
             model.device.settle(model.units, model, False)
@@ -338,7 +338,7 @@ def test_a_fault_inside_the_update_names_what_is_torn(core: Any, packed: bool) -
                 raise KeyboardInterrupt
 
         model.before_update = before
-        updater: Any = Updater(model.run)
+        updater: Any = Updater(model.run, lambda: True)
         model.device.settle(model.units, model, False)
         model.device.acquire()
         model.device.fill()

@@ -15,7 +15,7 @@ from drop_in_parity import (
     swapped_nbytes,
 )
 
-from swap_adam import SwapOptimizerConfig, swap_optimizer
+from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
 from swap_adam.torch import SwapAdam, SwapAdamW
 
 L = pytest.importorskip("lightning")
@@ -252,3 +252,25 @@ def test_resuming_with_states_that_do_not_fit_the_device(
         print(f"{module_class.__name__}: device peak while resuming {peak} bytes")
         record_property(module_class.__name__, peak)
     assert peaks[StatesToTheHost] < peaks[Module]
+
+
+def test_the_optimizer_that_lightning_hands_out_loads_saves_and_says_what_to_convert() -> None:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    outcomes = []
+    for cls in (torch.optim.AdamW, SwapAdamW):
+        params = [torch.nn.Parameter(torch.ones(50, 60, device=DEVICE))]
+        optimizer: Any = cls(params, lr=1e-2)
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+        wrapper: Any = LightningOptimizer(optimizer)
+        assert list(wrapper.state) == params
+        wrapper.load_state_dict(wrapper.state_dict())
+        optimizer.step()
+        outcomes.append((params[0].cpu(), optimizer.state[params[0]]["exp_avg"].cpu()))
+        if cls is SwapAdamW:
+            for convert in (swap_optimizer, unswap_optimizer):
+                with pytest.raises(TypeError, match="its attribute `optimizer`"):
+                    convert(wrapper)
+    for left, right in zip(*outcomes):
+        assert torch.equal(left, right)

@@ -213,11 +213,11 @@ def test_an_interrupt_while_attributes_are_put_back_leaves_an_optimizer_that_loa
 
     unshadow, calls = state.unshadow, []
 
-    def interrupted(optimizer: nn.Optimizer) -> None:
+    def interrupted(optimizer: nn.Optimizer, before: dict[str, object]) -> None:
         calls.append(optimizer)
         if len(calls) == 2:  # the first one comes before the update
             raise KeyboardInterrupt
-        unshadow(optimizer)
+        unshadow(optimizer, before)
 
     with monkeypatch.context() as patched:
         patched.setattr(state, "unshadow", interrupted)

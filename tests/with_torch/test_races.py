@@ -501,7 +501,7 @@ def _cuts_anywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pieces_share_their_step(patch: pytest.MonkeyPatch) -> None:
-    import swap_adam.torch.adam as module
+    import swap_adam.torch.update as module
 
     patch.setattr(
         module, "scalars_of",
