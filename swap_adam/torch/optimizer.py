@@ -324,7 +324,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called on a bare instance by pickle and deepcopy, and by load_state_dict.
-        is_new = "_swap" not in self.__dict__
+        is_new = not hasattr(self, "_swap")  # a wrapper finds the one of what it wraps
         if is_new:
             self.init_swap(state["swap_config"])
         super().__setstate__({key: value for key, value in state.items() if key != "swap_config"})
