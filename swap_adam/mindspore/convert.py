@@ -67,8 +67,8 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
     swapped = cast(MindSporeSwapMixin, optimizer)
     try:
         object.__setattr__(swapped, "__class__", target)
+        _forget_graphs(swapped)  # first: should the rest fail, the original goes on without
         swapped.attach(config)
-        _forget_graphs(swapped)
     except BaseException:
         if type(swapped) is target:
             swapped.undo_attach()
