@@ -344,7 +344,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         try:
             self._tear(torn | in_flight)
             with no_grad():
-                if step.has_updated:
+                if step.has_updated or torn:
                     self.finish_step()
                 else:
                     for counter, value in step.counters:

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,31 +27,41 @@ def is_of_library(frame: FrameType) -> bool:
     return name.startswith(LIBRARY) and not name.startswith(SIMULATOR)
 
 
+def is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether an exception would be printed and go no further."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+@dataclass
+class Lines:
+    """How many lines have been run, and where the interrupt was."""
+
+    count: int = 0
+    where: str = "nowhere"
+
+
 @contextmanager
-def interrupt_at(
-    lines: set[int], is_counted: Callable[[FrameType], bool] = is_of_library
-) -> Iterator[list[str]]:
-    """Raise KeyboardInterrupt at those of the library's lines, counted as they are run; yields
-    where that was."""
-    where: list[str] = []
-    count = 0
+def interrupt_at(line: int) -> Iterator[Lines]:
+    """Raise KeyboardInterrupt at the ``line``-th line of the library that is run."""
+    lines = Lines()
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if not is_counted(frame):
+        if not is_of_library(frame):
             return None
         if event == "line":
-            count += 1
-            if count in lines:
+            lines.count += 1
+            if lines.count == line and not is_in_finalizer(frame):
                 code = frame.f_code
-                where.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+                lines.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
                 raise KeyboardInterrupt
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield where
+        yield lines
     finally:
         sys.settrace(before)
 
