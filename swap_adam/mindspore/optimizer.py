@@ -344,9 +344,9 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         try:
             self._tear(torn | in_flight)
             with no_grad():
-                if step.has_updated or torn:
+                if step.has_updated:
                     self.finish_step()
-                else:
+                elif not torn:
                     for counter, value in step.counters:
                         counter.copy_(value)
             self.wait_landed()

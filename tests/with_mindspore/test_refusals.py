@@ -229,7 +229,7 @@ def _other_target(optimizer: nn.Optimizer) -> None:
     (AMSGRAD, lambda optimizer: setattr(optimizer, "use_amsgrad", False), "AMSGrad was switched"),
     (ADAM_WEIGHT_DECAY, lambda optimizer: setattr(optimizer, "use_parallel", True), "use_para"),
     (MF, lambda optimizer: setattr(optimizer, "enable_cpu_offload", True), "enable_cpu_offload=T"),
-], ids=str)
+], ids=["target", "lazy", "offload", "AMSGrad on", "AMSGrad off", "parallel", "cpu offload"])
 def test_an_option_set_after_construction_is_refused_at_the_next_call_and_not_ignored(
     device: SimulatedDevice | None,
     case: Case,
