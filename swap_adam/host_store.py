@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Generic, TypeVar
 
 from swap_adam.backend import Backend
@@ -114,17 +115,21 @@ class HostStore(Generic[TensorT, EventT]):
         self, slots: Sequence[SwapSlot[TensorT]], plan: SlabPlan, indices: dict[int, int]
     ) -> None:
         """Bind the slots that ``plan`` puts into the slabs ``indices`` (position to index)."""
+        self.version += 1
         for slot, placement in zip(slots, plan.placements):
             if placement.slab_index not in indices:
                 continue
-            old = slot.cpu_tensor
-            slot.slab_index = indices[placement.slab_index]
-            slot.host_offset_numel = placement.offset_nbytes // slot.itemsize
-            slot.cpu_tensor = self._backend.host_tensor(self._slabs[slot.slab_index], slot)
-            if old is not None:
-                self._backend.host_copy(slot.cpu_tensor, old)
+            # Seen in whole or not at all, should an interrupt strike: the copy comes first.
+            moved = copy(slot)
+            moved.slab_index = indices[placement.slab_index]
+            moved.host_offset_numel = placement.offset_nbytes // slot.itemsize
+            moved.cpu_tensor = self._backend.host_tensor(self._slabs[moved.slab_index], moved)
+            if slot.cpu_tensor is not None:
+                self._backend.host_copy(moved.cpu_tensor, slot.cpu_tensor)
+            slot.slab_index, slot.host_offset_numel, slot.cpu_tensor = (
+                moved.slab_index, moved.host_offset_numel, moved.cpu_tensor
+            )
             self._publish(slot)
-        self.version += 1
 
     def _drop_empty_slabs(self) -> None:
         used = {slot.slab_index for slot in self.slots}

@@ -97,7 +97,7 @@ class Swap(Generic[TensorT, EventT]):
             progress = updater.progress
             self.torn |= progress.torn
             progress.count = len(resident) + sum(len(units) for units in swapped.values())
-            add_note(error, self._explain(progress, optimizer.describe_param))
+            add_note(error, self.explain(progress, optimizer.describe_param))
             raise
         optimizer.finish_step()
 
@@ -171,7 +171,7 @@ class Swap(Generic[TensorT, EventT]):
             if is_state_held:
                 self.wait_landed()
 
-    def _explain(self, progress: Progress, describe_param: Callable[[int], str]) -> str:
+    def explain(self, progress: Progress, describe_param: Callable[[int], str]) -> str:
         """What is true after a fault, and what to do."""
         if progress.torn:
             names = ", ".join(describe_param(index) for index in sorted(progress.torn))

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mindspore
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
+from mindspore.common.sparse_tensor import RowTensorInner
 
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.mindspore.optimizer import MindSporeSwapMixin
@@ -53,22 +54,31 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
         """One update of every parameter, as the original's."""
         return self.swap_optimizers_run_in_pynative_mode_only(gradients)
 
-    def refuse_options(self) -> None:
+    @classmethod
+    def refuse_options(cls, optimizer: Any) -> None:
+        super().refuse_options(optimizer)
         for option in ("use_lazy", "use_offload"):
-            if getattr(self, option):
+            if getattr(optimizer, option):
                 raise ValueError(
                     f"{option}=True is not supported: it has the update done on the host; leave "
                     "it at False"
                 )
         target = mindspore.get_context("device_target")
-        if self.target != target:
+        if optimizer.target != target:
             raise ValueError(
-                f"optimizer.target={self.target!r} is not supported: it has the update done "
+                f"optimizer.target={optimizer.target!r} is not supported: it has the update done "
                 f"there; leave it at {target!r}"
             )
 
-    def has_amsgrad(self) -> bool:
-        return bool(self.use_amsgrad)
+    @classmethod
+    def has_amsgrad(cls, optimizer: Any) -> bool:
+        return bool(optimizer.use_amsgrad)
+
+    def sparse_error(self, grad: object) -> type[Exception]:
+        return NotImplementedError if isinstance(grad, RowTensorInner) else ValueError
+
+    def counters(self) -> tuple[Parameter, ...]:
+        return self.global_step, self.beta1_power, self.beta2_power
 
     def read_step(self) -> None:
         # The original's construct up to its first assignment: it is compiled as one graph.

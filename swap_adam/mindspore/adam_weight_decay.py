@@ -51,7 +51,8 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
         """One update of every parameter, as the original's."""
         return self.swap_optimizers_run_in_pynative_mode_only(gradients)
 
-    def has_amsgrad(self) -> bool:
+    @classmethod
+    def has_amsgrad(cls, optimizer: Any) -> bool:
         return False
 
     def read_step(self) -> None:

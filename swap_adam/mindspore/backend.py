@@ -79,8 +79,9 @@ def as_parameter(view: Tensor, name: str) -> Parameter:
 
 
 @functools.cache
-def _of_too_many_dimensions() -> Tensor:
-    return Tensor([[[[[[[[[0.0]]]]]]]]])
+def _assignment_of_too_many_dimensions() -> tuple[ops.Assign, Tensor]:
+    # Once: to make the operation takes as long as to be refused by it.
+    return ops.Assign(), Tensor([[[[[[[[[0.0]]]]]]]]])
 
 
 def is_view(param: Tensor) -> bool:
@@ -88,8 +89,9 @@ def is_view(param: Tensor) -> bool:
 
     Nothing tells, except that an assignment to one is refused before its operands are compared.
     """
+    assign, value = _assignment_of_too_many_dimensions()
     try:
-        ops.Assign()(param, _of_too_many_dimensions())
+        assign(param, value)
     except RuntimeError as error:
         return "view input" in str(error)
     except (TypeError, ValueError):

@@ -45,12 +45,7 @@ def validate(
     Raises:
         ValueError: an option of the optimizer, or the configuration.
     """
-    original = type(optimizer)
-    object.__setattr__(optimizer, "__class__", target)
-    try:
-        cast(MindSporeSwapMixin, optimizer).refuse(config)
-    finally:
-        object.__setattr__(optimizer, "__class__", original)
+    target.refuse(optimizer, config)
 
 
 def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = None) -> OptimizerT:
@@ -70,13 +65,15 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
     validate(optimizer, target, config)
     original = type(optimizer)
     swapped = cast(MindSporeSwapMixin, optimizer)
-    object.__setattr__(swapped, "__class__", target)
     try:
+        object.__setattr__(swapped, "__class__", target)
+        _forget_graphs(swapped)  # first: should the rest fail, the original goes on without
         swapped.attach(config)
     except BaseException:
-        _forget(swapped, original)
+        if type(swapped) is target:
+            swapped.undo_attach()
+            _forget(swapped, original)
         raise
-    _forget_graphs(swapped)
     return cast(OptimizerT, swapped)
 
 
@@ -84,8 +81,8 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """See :func:`swap_adam.unswap_optimizer`. Returns with the copies to the device done.
 
     Raises:
-        RuntimeError: parameters are half updated by an earlier fault, or the states do not fit on
-            the device; nothing has changed.
+        RuntimeError: a step is running, parameters are half updated by an earlier fault, or the
+            states do not fit on the device; nothing has changed.
     """
     if not isinstance(optimizer, MindSporeSwapMixin):
         raise TypeError(f"not a swap optimizer: {type(optimizer).__qualname__}; nothing to undo")
@@ -101,8 +98,9 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 def _forget(optimizer: MindSporeSwapMixin, original: type) -> None:
-    optimizer.__dict__.pop("_swap", None)
+    # The class first: without the attribute, an optimizer of the other one would not run.
     object.__setattr__(optimizer, "__class__", original)
+    optimizer.__dict__.pop("_swap", None)
 
 
 def _forget_graphs(optimizer: MindSporeSwapMixin) -> None:

@@ -68,22 +68,25 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         """One update of every parameter, as the original's."""
         return self.swap_optimizers_run_in_pynative_mode_only(gradients)
 
-    def refuse_options(self) -> None:
-        if self.enable_cpu_offload:
+    @classmethod
+    def refuse_options(cls, optimizer: Any) -> None:
+        super().refuse_options(optimizer)
+        if optimizer.enable_cpu_offload:
             raise ValueError(
                 "enable_cpu_offload=True is not supported: it keeps the states on the host for "
                 "good and updates them there; leave it at False"
             )
 
-    def has_amsgrad(self) -> bool:
-        return bool(self.enable_fused_opt and self.amsgrad)
+    @classmethod
+    def has_amsgrad(cls, optimizer: Any) -> bool:
+        return bool(optimizer.enable_fused_opt and optimizer.amsgrad)
 
     def owns_state(self, name: str, index: int) -> bool:
         if name == "master_param":
             # For an fp32 parameter it is the model's own.
             return bool(self._is_low_precision_param[index])
         # Without AMSGrad the fused update is given `exp_avg_sq` in its place.
-        return name != "max_exp_avg_sq" or self.has_amsgrad()
+        return name != "max_exp_avg_sq" or self.has_amsgrad(self)
 
     # The original's construct reads lr and weight decay, then calls these. The counter moves when
     # the device memory of the step is there.
@@ -104,11 +107,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
 
     def _forward(self, lr: Any, weight_decay: Any) -> object:
         self._swap.step.lr, self._swap.step.weight_decay = lr, weight_decay
-        try:
-            self._swap.run_step(self)
-        finally:
-            if self._swap.step.has_begun:
-                self._sync_resident_masters()
+        self._swap.run_step(self)
         return self.results()
 
     def read_step(self) -> None:
@@ -125,7 +124,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         )
         exp_avg_sq = tuple(unit.state("exp_avg_sq") for unit in units)
         max_exp_avg_sq = exp_avg_sq
-        if self.has_amsgrad():
+        if self.has_amsgrad(self):
             max_exp_avg_sq = tuple(unit.state("max_exp_avg_sq") for unit in units)
         with shadowed(
             self,
@@ -148,8 +147,8 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
             )
         return results
 
-    def _sync_resident_masters(self) -> None:
-        """Copy the masters that stay on the device to the model's parameters."""
+    def finish_step(self) -> None:
+        # The masters that stay on the device, to the model's parameters.
         is_resident = tuple(
             "master_param" in unit.resting and "master_param" not in unit.states
             for unit in self._swap.units

@@ -17,7 +17,6 @@ class MindSporeSlot(SwapSlot[Tensor]):
     """A slot together with the optimizer's Parameter, which at rest *is* the host tensor."""
 
     state: Parameter = field(kw_only=True)
-    pointer: int = 0
     owner: object = None
 
     def publish(self) -> None:
@@ -25,8 +24,17 @@ class MindSporeSlot(SwapSlot[Tensor]):
         assert self.cpu_tensor is not None
         show(self.state, self.cpu_tensor)
         self.logical_tensor = self.state
-        self.pointer = self.cpu_tensor.data_ptr()
         self.owner = host_owner(self.cpu_tensor)
+
+    @property
+    def pointer(self) -> int:
+        """Where its host tensor is; 0 before it has one."""
+        return self.cpu_tensor.data_ptr() if self.cpu_tensor is not None else 0
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the optimizer's Parameter is the host tensor."""
+        return self.cpu_tensor is not None and local(self.state).data_ptr() == self.pointer
 
     @property
     def is_replaced(self) -> bool:
@@ -75,9 +83,12 @@ class MindSporeUnit(UpdateUnit[Tensor]):
 
     resting: Mapping[str, Parameter] = field(kw_only=True)
 
-    def pointers(self) -> list[int]:
-        """Where its states are now: loading a checkpoint changes all of them."""
-        return [local(state).data_ptr() for state in self.resting.values()]
+    def places(self) -> dict[int, object]:
+        """Where its states are now, with what keeps the memory theirs: loading a checkpoint
+        changes all of them, and no new tensor may come to lie where an old one was."""
+        return {
+            local(state).data_ptr(): local(state).asnumpy() for state in self.resting.values()
+        }
 
     def state(self, name: str) -> Tensor:
         """What the update uses: the view in the staging area, or the state on the device."""

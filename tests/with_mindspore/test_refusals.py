@@ -8,6 +8,7 @@ import mindspore
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
+from mindspore.common.sparse_tensor import RowTensorInner
 from ms_mindformers import AdamW, mf_case
 from ms_training import (
     ADAM_CASES,
@@ -214,3 +215,89 @@ def test_the_originals_own_errors_stay() -> None:
         SwapMSAdam(make_params(), beta1=2)
     with pytest.raises(ValueError):
         AdamW([Parameter(Tensor([1.0]), name="p")], eps=-1.0)
+
+
+def _other_target(optimizer: nn.Optimizer) -> None:
+    optimizer._target = "Ascend"  # what `optimizer.target = ...` sets; the CPU has no other
+
+
+@pytest.mark.parametrize("case, change, told", [
+    (ADAM, _other_target, "optimizer.target='Ascend' is not supported"),
+    (ADAM, lambda optimizer: setattr(optimizer, "use_lazy", True), "use_lazy=True is not"),
+    (ADAM, lambda optimizer: setattr(optimizer, "use_offload", True), "use_offload=True is not"),
+    (ADAM, lambda optimizer: setattr(optimizer, "use_amsgrad", True), "AMSGrad was switched"),
+    (AMSGRAD, lambda optimizer: setattr(optimizer, "use_amsgrad", False), "AMSGrad was switched"),
+    (ADAM_WEIGHT_DECAY, lambda optimizer: setattr(optimizer, "use_parallel", True), "use_para"),
+    (MF, lambda optimizer: setattr(optimizer, "enable_cpu_offload", True), "enable_cpu_offload=T"),
+], ids=["target", "lazy", "offload", "AMSGrad on", "AMSGrad off", "parallel", "cpu offload"])
+def test_an_option_set_after_construction_is_refused_at_the_next_call_and_not_ignored(
+    device: SimulatedDevice | None,
+    case: Case,
+    change: Callable[[nn.Optimizer], None],
+    told: str,
+) -> None:
+    optimizer = make_optimizer(case, SwapOptimizerConfig())
+    optimizer(gradients_of(optimizer, case, 0))
+    before, options = values_of(optimizer), dict(optimizer.__dict__)
+    change(optimizer)
+    with pytest.raises(ValueError, match=told):
+        optimizer(gradients_of(optimizer, case, 1))
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+    for name in ("_target", "use_lazy", "use_offload", "use_amsgrad", "use_parallel",
+                 "enable_cpu_offload"):
+        if name in options:
+            optimizer.__dict__[name] = options[name]
+    optimizer(gradients_of(optimizer, case, 1))
+
+
+SECRET = 123.25
+INDICES, VALUES = Tensor([0, 2], mindspore.int32), Tensor(np.full((2, 64), SECRET, np.float32))
+SPARSE: dict[str, Callable[[], object]] = {
+    "RowTensorInner": lambda: RowTensorInner(INDICES, VALUES, (64, 64)),
+    "COOTensor": lambda: mindspore.COOTensor(
+        Tensor([[0, 1], [2, 3]], mindspore.int32), Tensor([SECRET, SECRET]), (64, 64)
+    ),
+    "CSRTensor": lambda: mindspore.CSRTensor(
+        Tensor([0] + [1] * 64, mindspore.int32), Tensor([1], mindspore.int32), Tensor([SECRET]),
+        (64, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("case, kind, error", [
+    # What the originals raise for one parameter; with several, a RowTensor aborts the process.
+    (ADAM, "RowTensorInner", NotImplementedError),
+    (ADAM, "COOTensor", ValueError),
+    (ADAM, "CSRTensor", ValueError),
+    *((case, kind, TypeError) for case in (ADAM_WEIGHT_DECAY, MF) for kind in SPARSE),
+], ids=str)
+def test_a_sparse_gradient_is_the_originals_error_which_names_the_parameter_and_no_value(
+    device: SimulatedDevice | None, case: Case, kind: str, error: type[Exception]
+) -> None:
+    optimizer = make_optimizer(case, SwapOptimizerConfig())
+    before = values_of(optimizer)
+    with pytest.raises(error) as caught:
+        optimizer((SPARSE[kind](), *gradients_of(optimizer, case, 0)[1:]))
+    assert type(caught.value) is error
+    assert f"layer0.w (shape (64, 64)) is a {kind}: " in str(caught.value)
+    assert str(SECRET) not in str(caught.value)
+    for name, value in values_of(optimizer).items():
+        np.testing.assert_array_equal(value, before[name])
+    optimizer(gradients_of(optimizer, case, 0))
+
+
+@pytest.mark.parametrize("gradients", [
+    lambda good: (np.full((64, 64), SECRET), *good[1:]),
+    lambda good: (good, good),
+    lambda good: Tensor([SECRET]),
+    lambda good: {"layer0.w": Tensor([SECRET])},
+], ids=["array", "nested", "a tensor", "a dict"])
+def test_no_error_about_gradients_prints_their_values(
+    device: SimulatedDevice | None, gradients: Callable[..., object]
+) -> None:
+    optimizer = make_optimizer(ADAM, SwapOptimizerConfig())
+    good = tuple(Tensor(np.full(p.shape, SECRET, np.float32)) for p in optimizer.parameters)
+    with pytest.raises(ValueError) as caught:
+        optimizer(gradients(good))
+    assert str(SECRET) not in str(caught.value) and len(str(caught.value)) < 300

@@ -252,3 +252,20 @@ def test_masters_reach_the_model_batch_by_batch_when_swapped_and_once_at_the_end
         assert len(calls) > 2
     else:
         assert copied[-1] == count
+
+
+@pytest.mark.parametrize("original", [nn.Adam, nn.AdamWeightDecay, AdamW])
+def test_a_learning_rate_set_between_two_updates_counts_from_the_next_one(
+    device: SimulatedDevice | None, original: type
+) -> None:
+    case = Case("default", original)
+    optimizer = make_optimizer(case, SwapOptimizerConfig(4))
+    optimizer(gradients_of(optimizer, case, 0))
+    optimizer.learning_rate.set_data(Tensor(0.001, mindspore.float32))
+    optimizer(gradients_of(optimizer, case, 1))
+    listed = Case("list", original, lambda: {"learning_rate": [0.1, 0.001]}, steps=2)
+    expected = train(listed).values
+    actual = values_of(optimizer)
+    for name in expected:
+        if name != "learning_rate":
+            np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
