@@ -81,20 +81,20 @@ class Swap(Generic[TensorT, EventT]):
         """One optimizer step. Returns with the last copy-outs in flight."""
         self.check_not_torn("step()", optimizer.describe_param)
         update = optimizer.prepare_step()
-        resident: list[UpdateUnit[TensorT]] = []
+        resident: dict[Hashable, list[UpdateUnit[TensorT]]] = {}
         swapped: dict[Hashable, list[UpdateUnit[TensorT]]] = {}
         for unit in optimizer.iter_update_units(update):
             if unit.slots:
                 swapped.setdefault(unit.slots[0].device, []).append(unit)
             else:
-                resident.append(unit)
+                resident.setdefault(unit.device, []).append(unit)
+        unit_count = sum(len(units) for part in (resident, swapped) for units in part.values())
         updater = Updater(partial(optimizer.step_batch, update))
         try:
             self._stream(optimizer, resident, swapped, update, updater)
         except BaseException as error:
             self.torn |= updater.progress.torn
-            count = len(resident) + sum(len(units) for units in swapped.values())
-            self._explain(error, updater.progress, count, optimizer.describe_param)
+            self._explain(error, updater.progress, unit_count, optimizer.describe_param)
             raise
         optimizer.finish_step()
 
@@ -130,7 +130,7 @@ class Swap(Generic[TensorT, EventT]):
     def _stream(
         self,
         optimizer: Lifecycle[TensorT],
-        resident: Sequence[UpdateUnit[TensorT]],
+        resident: dict[Hashable, list[UpdateUnit[TensorT]]],
         swapped: dict[Hashable, list[UpdateUnit[TensorT]]],
         update: Update[TensorT],
         updater: Updater[TensorT],
@@ -149,12 +149,16 @@ class Swap(Generic[TensorT, EventT]):
             for device, _ in devices:
                 device.acquire()
                 acquired.append(device)
+            parts: list[Sequence[UpdateUnit[TensorT]]] = []
+            for key, device in self.devices.items():
+                mine = resident.pop(key, [])
+                parts.extend(device.split_resident(mine, update, key in swapped))
+            for units in resident.values():  # where nothing is swapped
+                parts.extend(update.split_resident(units, None))
             for device in acquired:
                 device.fill()
             update.begin()
-            plans = [device.plan for device, _ in devices if device.plan is not None]
-            limit = max((plan.scratch_nbytes for plan in plans), default=None)
-            for part in update.split_resident(resident, limit):
+            for part in parts:
                 updater(part)  # hides behind the first copy-ins
             while acquired:
                 acquired.pop(0).run(updater)

@@ -298,6 +298,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         for unit in units:
             if unit.slots:
                 unit.numel = unit.slots[0].numel
+            unit.registered_dtypes = unit.state_dtypes()
             self.units[unit.owner] = unit
 
     def _forget_gone(self, groups: Sequence[ParamGroup]) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, cast
 
 from torch import Tensor
@@ -68,7 +68,7 @@ class TorchUpdate(ABC):
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
-    ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
+    ) -> Sequence[Sequence[UpdateUnit[Tensor]]]:
         return [units] if units else []
 
     def begin(self) -> None:
