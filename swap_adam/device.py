@@ -11,6 +11,7 @@ from swap_adam.schedule.builder import PlanBuilder, PlanOptions
 from swap_adam.schedule.pipeline import Pipeline
 from swap_adam.schedule.plan import StepPlan
 from swap_adam.schedule.schedule import Schedule, StagingPolicy
+from swap_adam.slab_pool import SlabPool
 from swap_adam.slabs import SlabPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
 from swap_adam.update import Update, Updater
@@ -69,9 +70,10 @@ class DeviceSwap(Generic[TensorT, EventT]):
         publish: Callable[[SwapSlot[TensorT]], None],
         plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
         policy: StagingPolicy = StagingPolicy.RELEASE,
+        pool: SlabPool[TensorT] | None = None,
     ) -> None:
         self.backend = backend
-        self.store = HostStore(backend, publish, plan_host)
+        self.store = HostStore(backend, publish, plan_host, pool)
         self.units: list[UpdateUnit[TensorT]] = []
         mine = schedule(backend, policy)
         self._builder = PlanBuilder(mine, self.store, options)
@@ -136,6 +138,10 @@ class DeviceSwap(Generic[TensorT, EventT]):
         With ``check_held``, :meth:`detach_held` comes first. Returns whether any was held.
         """
         is_held = check_held and self.detach_held()
+        # Not while states come, or are moved for those who hold them: once things are quiet.
+        if self._plan is not None and not is_held and self.store.may_move():
+            self.wait_landed()
+            self.store.move_to_shared()
         if self._plan is None or not self._builder.fits(self._plan, active, update):
             # The views of a new plan are made on memory that the last step may still have.
             self._pipeline.dispose()

@@ -115,8 +115,10 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
             backend, schedule, self._swap.plan_options, publish=lambda slot: None,
             policy=self._swap.staging_policy,
         )
-        self._swap.devices[DEVICE] = self.device
-        self.device.register([unit for unit in self._units if unit.slots])
+        swapped = [unit for unit in self._units if unit.slots]
+        if swapped:
+            self._swap.devices[DEVICE] = self.device
+            self.device.register(swapped)
 
     @property
     def state_names(self) -> tuple[str, ...]:

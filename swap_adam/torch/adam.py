@@ -120,7 +120,12 @@ class AdamUpdate(TorchUpdate):
     ) -> int:
         """How many 0-dim tensors one call makes on the device, but for `step`."""
         if fused:
-            return sum(isinstance(value, Tensor) for value in (lr, *self._scaling.values()))
+            device = params[0].device if params else None
+            moved = [lr] if _is_on_device(lr) else []
+            return sum(
+                isinstance(value, Tensor) and value.device != device
+                for value in (*moved, *self._scaling.values())
+            )
         beta1, beta2 = betas
         beta1_on_device, beta2_on_device = _is_on_device(beta1), _is_on_device(beta2)
         casts = len({param.dtype for param in params}) if isinstance(beta1, Tensor) else 0

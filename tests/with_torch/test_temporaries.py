@@ -3,7 +3,7 @@ before anything has changed, and no more, so that it strikes only where there is
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ HAS_GRAD_DTYPE = hasattr(torch.empty(0), "grad_dtype")
 
 # Of the parameter, its gradient, exp_avg, exp_avg_sq and max_exp_avg_sq: what torch's functional
 # takes; some only with a gradient of its own making, or without.
-PLAIN = [(BF16,) * 5, (F32,) * 5, (F64,) * 5, (C64,) * 5]
+PLAIN = [(BF16,) * 5, (F32,) * 5]
 MIXED = [
     (BF16, F32, F32, F32, F32),  # fp32 gradients and moments of bf16 parameters
     (F32, BF16, BF16, F32, F32),
@@ -39,7 +39,7 @@ MIXED = [
     (F32, F32, F32, BF16, BF16),
 ]
 DECAYED = [(F32, BF16, F32, F32, F32), (BF16, F32, F32, BF16, BF16)]
-SIZES = [3000, 60000, 1100, 2000, 9000]  # the second is cut into many pieces
+SIZES = [3000, 30000, 1100, 9000]  # the second is cut into many pieces
 MODES: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False}, "foreach": {}, "fused": {"fused": True},
 }
@@ -85,6 +85,15 @@ def set_states(optimizer: Optimizer, dtypes: Dtypes) -> None:
                 )
 
 
+@pytest.fixture(autouse=True)
+def _fast_garbage_collection() -> Iterator[None]:
+    """What is there already is no garbage: without it a collection takes milliseconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Meter:
     """Peaks of steps, with what a step reserves, and without, which is what it really uses."""
 
@@ -106,7 +115,6 @@ class Meter:
         return peak
 
     def _peak(self, optimizer: Any) -> int:
-        gc.collect()
         torch.accelerator.synchronize()
         before = self._simulator.memory_held()
         torch.get_device_module("simulated").reset_peak_memory_stats()
@@ -123,10 +131,10 @@ def meter(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Meter:
 
 
 def check(
-    meter: Meter, optimizer: Any, spare_nbytes: int = 0, steps: Iterable[int] = range(2)
+    meter: Meter, optimizer: Any, spare_nbytes: int = 0
 ) -> None:
     optimizer.step()
-    for _ in steps:
+    for _ in range(2):
         used = meter.used(optimizer)
         assert used <= meter.reserved(optimizer) <= used + spare_nbytes
 
@@ -135,9 +143,9 @@ def cases() -> Iterable[Any]:
     for mode in MODES:
         for name, options in OPTIONS.items():
             for dtypes in PLAIN + MIXED:
-                if mode == "fused" and (dtypes in MIXED or C64 in dtypes):
+                if mode == "fused" and dtypes in MIXED:
                     continue  # the kernel refuses them
-                if name == "lr" and mode == "foreach":
+                if name == "lr" and (mode == "foreach" or dtypes in MIXED):
                     continue  # takes the for-loop
                 yield SwapAdamW, mode, name, options, dtypes
     for mode in ("for-loop", "foreach"):
@@ -209,7 +217,7 @@ def test_three_dtypes_and_gradients_of_the_updates_own(meter: Meter) -> None:
 
 @pytest.mark.parametrize("mode", ["for-loop", "foreach"])
 def test_a_gradient_of_another_dtype_in_a_later_step_is_counted(
-    meter: Meter, simulator: ModuleType, mode: str
+    meter: Meter, mode: str
 ) -> None:
     if not HAS_GRAD_DTYPE:
         pytest.skip("a gradient has its parameter's dtype in this version of torch")
@@ -217,10 +225,6 @@ def test_a_gradient_of_another_dtype_in_a_later_step_is_counted(
     optimizer = SwapAdam(
         params, weight_decay=0.1, **MODES[mode], swap_config=SwapOptimizerConfig(swap_times=2)
     )
-    set_states(optimizer, (BF16, F32, F32, BF16, BF16))
-    for param in params:
-        set_gradient(param, F32)
-    check(meter, optimizer)
     for name, dtype in (("bf16", BF16), ("fp32", F32)):
         set_states(optimizer, (BF16, dtype, dtype, BF16, BF16))
         for param in params:
@@ -256,8 +260,8 @@ def test_gradients_alone_that_change_their_dtype_are_counted_at_the_next_step(
 
 
 @pytest.mark.parametrize("where", ["cpu", "simulated"])
-@pytest.mark.parametrize("dtype", [F32, BF16, C64])
-@pytest.mark.parametrize("what", ["lr", "beta1", "beta2", "all"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("what", ["lr", "betas", "all"])
 def test_hyperparameters_on_the_device_cost_a_block_each(
     meter: Meter, what: str, dtype: torch.dtype, where: str
 ) -> None:
@@ -266,7 +270,7 @@ def test_hyperparameters_on_the_device_cost_a_block_each(
 
     params = [make_param(numel, (dtype,) * 5) for numel in (2000, 5000)]
     optimizer = SwapAdam(
-        params, lr=value("lr", 1e-3), betas=(value("beta1", 0.9), value("beta2", 0.99)),
+        params, lr=value("lr", 1e-3), betas=(value("betas", 0.9), value("betas", 0.99)),
         weight_decay=0.1, foreach=False, swap_config=SwapOptimizerConfig(swap_times=2),
     )
     check(meter, optimizer, spare_nbytes=2 * BLOCK)
@@ -277,7 +281,7 @@ def test_hyperparameters_on_the_device_cost_a_block_each(
 @pytest.mark.parametrize(
     "config",
     [
-        {"resident_nbytes": 500_000},  # the tensor larger than a batch
+        {"resident_nbytes": 240_100},  # the tensor larger than a batch
         {"resident_nbytes": 60_000},
         {"min_numel": 2500},
         {"state_keys": ["exp_avg"]},
@@ -303,7 +307,7 @@ def test_a_large_resident_tensor_runs_out_of_memory_before_anything_has_changed(
 ) -> None:
     params = [make_param(numel, (F32,) * 5) for numel in [200_000, 2000, 2000]]
     optimizer = SwapAdamW(
-        params, swap_config=SwapOptimizerConfig(swap_times=2, resident_nbytes=1_700_000)
+        params, swap_config=SwapOptimizerConfig(swap_times=2, resident_nbytes=1_600_100)
     )
     optimizer.step()
     torch.accelerator.synchronize()
@@ -318,6 +322,17 @@ def test_a_large_resident_tensor_runs_out_of_memory_before_anything_has_changed(
     assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, params))
     optimizer.state_dict()  # nothing is torn
     optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["for-loop", "foreach"])
+@pytest.mark.parametrize("options", [*OPTIONS.values()][:4], ids=[*OPTIONS][:4])
+def test_complex_parameters_which_stay_are_counted(
+    meter: Meter, mode: str, options: dict[str, Any]
+) -> None:
+    params = [make_param(numel, (dtype,) * 5) for numel in SIZES for dtype in (C64, F32)]
+    groups = [{"params": params[::2]}, {"params": params[1::2]}]
+    config = SwapOptimizerConfig(swap_times=5)
+    check(meter, SwapAdamW(groups, **{**MODES[mode], **options}, swap_config=config))
 
 
 def test_a_resident_moment_that_gets_another_dtype_is_counted(meter: Meter) -> None:
@@ -345,7 +360,7 @@ def test_steps_on_the_device_without_fused_are_counted(meter: Meter) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "config",
-    [{}, {"swap_times": 3}, {"resident_nbytes": 3_000_000}, {"resident_nbytes": 330_000},
+    [{}, {"swap_times": 3}, {"resident_nbytes": 1_250_000}, {"resident_nbytes": 330_000},
      {"min_numel": 0}, {"state_keys": ["exp_avg"]}, {"split_tensors": False},
      {"packed_swap": False}],
     ids=str,
