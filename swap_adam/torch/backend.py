@@ -63,8 +63,8 @@ def slab_pool(device: torch.device) -> SlabPool[Tensor]:
 class TorchBackend:
     """A device of any accelerator that ``torch.accelerator`` covers.
 
-    The two copy streams are those of all optimizers on the device; which stream is the compute stream is asked anew
-    whenever it matters, since ``step()`` may be called under another one.
+    The two copy streams are those of all optimizers on the device; which stream is the compute
+    stream is asked anew whenever it matters, since ``step()`` may be called under another one.
     """
 
     def __init__(self, device: torch.device) -> None:
