@@ -1,7 +1,7 @@
 """Everything that swapping needs on one device: its slots, its plan and its pipeline."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,6 +11,7 @@ from swap_adam.schedule.builder import PlanBuilder, PlanOptions
 from swap_adam.schedule.pipeline import Pipeline
 from swap_adam.schedule.plan import StepPlan
 from swap_adam.schedule.schedule import Schedule, StagingPolicy
+from swap_adam.slab_pool import SlabPool
 from swap_adam.slabs import SlabPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
 from swap_adam.update import Update, Updater
@@ -43,6 +44,17 @@ class DeviceReport:
     resident: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Resident(Generic[TensorT]):
+    """How a step cut the units of which nothing is swapped, kept while it looks the same."""
+
+    units: Sequence[UpdateUnit[TensorT]]
+    limit_nbytes: int
+    memory_key: Hashable
+    parts: Sequence[Sequence[UpdateUnit[TensorT]]]
+    scratch_nbytes: int  # of the largest part
+
+
 class DeviceSwap(Generic[TensorT, EventT]):
     """The registered units of one device and the machinery that updates them.
 
@@ -58,19 +70,27 @@ class DeviceSwap(Generic[TensorT, EventT]):
         publish: Callable[[SwapSlot[TensorT]], None],
         plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
         policy: StagingPolicy = StagingPolicy.RELEASE,
+        pool: SlabPool[TensorT] | None = None,
     ) -> None:
         self.backend = backend
-        self.store = HostStore(backend, publish, plan_host)
+        self.store = HostStore(backend, publish, plan_host, pool)
         self.units: list[UpdateUnit[TensorT]] = []
         mine = schedule(backend, policy)
         self._builder = PlanBuilder(mine, self.store, options)
         self._plan: StepPlan[TensorT, EventT] | None = None
         self._pipeline = Pipeline(backend, mine)
+        self._resident: _Resident[TensorT] | None = None
 
     @property
     def plan(self) -> StepPlan[TensorT, EventT] | None:
         """The plan of the last step."""
         return self._plan
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """What the last step made sure is there for the temporaries of an update."""
+        batches = 0 if self._plan is None else self._plan.scratch_nbytes
+        return max(batches, 0 if self._resident is None else self._resident.scratch_nbytes)
 
     def forget_plan(self) -> None:
         """Make a new plan for the next step: the update needs other temporaries from now on."""
@@ -118,6 +138,10 @@ class DeviceSwap(Generic[TensorT, EventT]):
         With ``check_held``, :meth:`detach_held` comes first. Returns whether any was held.
         """
         is_held = check_held and self.detach_held()
+        # Not while states come, or are moved for those who hold them: once things are quiet.
+        if self._plan is not None and not is_held and self.store.may_move():
+            self.wait_landed()
+            self.store.move_to_shared()
         if self._plan is None or not self._builder.fits(self._plan, active, update):
             # The views of a new plan are made on memory that the last step may still have.
             self._pipeline.dispose()
@@ -144,6 +168,28 @@ class DeviceSwap(Generic[TensorT, EventT]):
             with self.backend.span("swap_adam.acquire"):
                 self._pipeline.acquire(self._plan)
 
+    def split_resident(
+        self, units: Sequence[UpdateUnit[TensorT]], update: Update[TensorT], is_stepped: bool
+    ) -> Sequence[Sequence[UpdateUnit[TensorT]]]:
+        """Parts of ``units``, of which nothing is swapped, whose temporaries are there from now on.
+
+        ``is_stepped`` says whether :meth:`acquire` has been called for this step.
+        """
+        limit = self._plan.scratch_nbytes if is_stepped and self._plan is not None else 0
+        found = self._resident
+        if (
+            found is None
+            or (found.limit_nbytes, found.memory_key) != (limit, update.memory_key)
+            or found.units != units
+        ):
+            parts = update.split_resident(units, limit)
+            nbytes = max(map(update.scratch_nbytes, parts), default=0)
+            found = _Resident(units, limit, update.memory_key, parts, nbytes)
+            self._resident = found
+        if found.scratch_nbytes > limit:
+            self.backend.reserve(found.scratch_nbytes)
+        return found.parts
+
     def report(self, describe_param: Callable[[int], str]) -> DeviceReport:
         """What is swapped here now; the batches are those of all registered units."""
         partition = self._builder.partition(self.units)
@@ -155,7 +201,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
             len(partition.batches),
             partition.limit_nbytes,
             plan.staging_nbytes if plan is not None else 0,
-            plan.scratch_nbytes if plan is not None else 0,
+            self.scratch_nbytes,
             tuple(describe_param(self.units[index].param_index) for index in partition.oversized),
         )
 

@@ -96,7 +96,9 @@ class UpdateUnit(Generic[TensorT]):
     ``can_cut`` says whether elements ``[a, b)`` in storage order are the same elements in the
     parameter, its gradient and every state. ``repeats`` counts how often the parameter stands in
     its group (a duplicate is updated that often, as the original does). A piece names the unit
-    that it was cut from as ``whole``.
+    that it was cut from as ``whole``, which has ``piece_count`` of them, ``pieces_left`` still to
+    come after it. ``device`` is the key of :attr:`swap_adam.swap.Swap.devices`, of units without
+    slots too.
     """
 
     group_index: int
@@ -108,6 +110,8 @@ class UpdateUnit(Generic[TensorT]):
     start_numel: int = 0
     can_cut: bool = False
     pieces_left: int = 0
+    piece_count: int = 1
     repeats: int = 1
     states: dict[str, TensorT] = field(default_factory=dict)
     whole: UpdateUnit[TensorT] | None = None
+    device: Hashable = None

@@ -83,20 +83,20 @@ class Swap(Generic[TensorT, EventT]):
         """One optimizer step. Returns with the last copy-outs in flight."""
         self.check_not_torn("step()", optimizer.describe_param)
         update = optimizer.prepare_step()
-        resident: list[UpdateUnit[TensorT]] = []
+        resident: dict[Hashable, list[UpdateUnit[TensorT]]] = {}
         swapped: dict[Hashable, list[UpdateUnit[TensorT]]] = {}
         for unit in optimizer.iter_update_units(update):
             if unit.slots:
                 swapped.setdefault(unit.slots[0].device, []).append(unit)
             else:
-                resident.append(unit)
+                resident.setdefault(unit.device, []).append(unit)
         updater = Updater(partial(optimizer.step_batch, update), update.has_written)
+        progress = updater.progress
+        progress.count = sum(len(units) for part in (resident, swapped) for units in part.values())
         try:
             self._stream(optimizer, resident, swapped, update, updater)
         except BaseException as error:
-            progress = updater.progress
             self.torn |= progress.torn
-            progress.count = len(resident) + sum(len(units) for units in swapped.values())
             add_note(error, self.explain(progress, optimizer.describe_param))
             raise
         optimizer.finish_step()
@@ -133,7 +133,7 @@ class Swap(Generic[TensorT, EventT]):
     def _stream(
         self,
         optimizer: Lifecycle[TensorT],
-        resident: Sequence[UpdateUnit[TensorT]],
+        resident: dict[Hashable, list[UpdateUnit[TensorT]]],
         swapped: dict[Hashable, list[UpdateUnit[TensorT]]],
         update: Update[TensorT],
         updater: Updater[TensorT],
@@ -154,14 +154,18 @@ class Swap(Generic[TensorT, EventT]):
             for device, _ in devices:
                 device.acquire()
                 acquired.append(device)
+            parts: list[Sequence[UpdateUnit[TensorT]]] = []
+            for key, device in self.devices.items():
+                mine = resident.pop(key, [])
+                parts.extend(device.split_resident(mine, update, key in swapped))
+            for units in resident.values():  # where nothing is swapped
+                parts.extend(update.split_resident(units, None))
             progress.is_acquiring = False
             for device in acquired:
                 device.fill()
             progress.advanced = update.advances
             update.begin()
-            plans = [device.plan for device, _ in devices if device.plan is not None]
-            limit = max((plan.scratch_nbytes for plan in plans), default=None)
-            for part in update.split_resident(resident, limit):
+            for part in parts:
                 updater(part)  # hides behind the first copy-ins
             while acquired:
                 acquired.pop(0).run(updater)

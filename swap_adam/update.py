@@ -1,7 +1,7 @@
 """The arithmetic of one step as an object, what it has updated so far, and what a fault tore."""
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -29,9 +29,9 @@ class Update(Protocol[TensorT]):
 
     def split_resident(
         self, units: Sequence[UpdateUnit[TensorT]], limit_nbytes: int | None
-    ) -> Iterable[Sequence[UpdateUnit[TensorT]]]:
-        """Parts of ``units``, of which nothing is swapped, whose temporaries are within a batch's
-        (``None``: there is no batch), so that they are there."""
+    ) -> Sequence[Sequence[UpdateUnit[TensorT]]]:
+        """Parts of ``units``, of which nothing is swapped, whose temporaries are about those of a
+        batch or of the largest unit (``None``: nothing is swapped on their device)."""
 
     @property
     def advances(self) -> bool:

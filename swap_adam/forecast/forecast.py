@@ -92,7 +92,7 @@ def forecast(
         batch_count=len(batches),
         largest_batch_nbytes=max((batch.nbytes for batch in batches), default=0),
         staging_nbytes=0 if plan is None else plan.staging_nbytes,
-        scratch_nbytes=0 if plan is None else plan.scratch_nbytes,
+        scratch_nbytes=optimizer.device.scratch_nbytes,
         transfer_count=backend.transfer_count,
         times=times,
     )

@@ -2,15 +2,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Literal
 
+from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, align
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.device import DeviceSwap
 from swap_adam.forecast.counting import Bytes, CountingBackend, Mark
 from swap_adam.forecast.params import ParamSpec
 from swap_adam.mixin import SwapPipelineMixin
+from swap_adam.resident import choose_resident
 from swap_adam.slot import SwapSlot, UpdateUnit
 from swap_adam.swap import Swap
+from swap_adam.temporaries import (
+    Temporaries,
+    foreach_nbytes,
+    for_loop_nbytes,
+    split_at,
+    temporaries,
+)
 from swap_adam.update import Update
 
 Implementation = Literal["foreach", "for-loop", "fused"]
@@ -21,10 +31,8 @@ ADAMW_KERNELS = (2, 3, 2, 4, 2, 2, 2, 4)
 AMSGRAD_KERNEL = 3
 FUSED_ACCESSES = 7
 AMSGRAD_FUSED_ACCESSES = 9
-STEP_NBYTES = 8
-# Temporaries, in the parameter's bytes: see swap_adam.torch.adam.
-FOREACH_TEMPORARIES = 2
-FOR_LOOP_TEMPORARIES = 4
+STEP_NBYTES = 8  # read and written
+STEP_ITEMSIZE = 4
 
 DEVICE = "device"
 
@@ -51,8 +59,12 @@ class CountedUpdate:
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Bytes]], limit_nbytes: int | None
-    ) -> Iterable[Sequence[UpdateUnit[Bytes]]]:
-        return [units] if units else []
+    ) -> Sequence[Sequence[UpdateUnit[Bytes]]]:
+        if limit_nbytes is None or self._implementation != "foreach":
+            return [units] if units else []
+        sizes = [_temporaries_of(unit).foreach_nbytes for unit in units]
+        ends = list(accumulate(split_at(sizes, max(limit_nbytes, *sizes, 0))))
+        return [units[start:end] for start, end in zip([0, *ends], ends)]
 
     advances = False
 
@@ -78,12 +90,15 @@ class CountedUpdate:
                 self._backend.kernel(accesses * nbytes)
 
     def scratch_nbytes(self, units: Sequence[UpdateUnit[Bytes]]) -> int:
-        sizes = [_param_nbytes(unit) for unit in units]
         if self._implementation == "fused":
-            return 0
+            return sum(
+                align((unit.piece_count - 1) * STEP_ITEMSIZE, DEVICE_ALIGNMENT_NBYTES)
+                for unit in units if unit.pieces_left
+            )
+        tensors = [_temporaries_of(unit) for unit in units]
         if self._implementation == "foreach":
-            return FOREACH_TEMPORARIES * sum(sizes)
-        return FOR_LOOP_TEMPORARIES * max(sizes, default=0)
+            return foreach_nbytes([tensors])
+        return for_loop_nbytes(tensors)
 
 
 class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
@@ -105,8 +120,10 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
             backend, schedule, self._swap.plan_options, publish=lambda slot: None,
             policy=self._swap.staging_policy,
         )
-        self._swap.devices[DEVICE] = self.device
-        self.device.register([unit for unit in self._units if unit.slots])
+        swapped = [unit for unit in self._units if unit.slots]
+        if swapped:
+            self._swap.devices[DEVICE] = self.device
+            self.device.register(swapped)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -126,14 +143,12 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
             for name in self._update.state_names
             if config.wants(name) and spec.numel >= max(config.min_numel, 1)
         ]
-        room = config.resident_nbytes
-        kept: set[tuple[int, str]] = set()
-        for index, name in sorted(eligible, key=lambda state: -params[state[0]].nbytes):
-            if params[index].nbytes <= room:
-                room -= params[index].nbytes
-                kept.add((index, name))
+        sizes = [params[index].nbytes for index, _ in eligible]
+        kept = {eligible[chosen] for chosen in choose_resident(sizes, config.resident_nbytes)}
         units = [
-            UpdateUnit(0, index, Bytes(spec.nbytes), Bytes(spec.nbytes), [], spec.numel)
+            UpdateUnit(
+                0, index, Bytes(spec.nbytes), Bytes(spec.nbytes), [], spec.numel, device=DEVICE
+            )
             for index, spec in enumerate(params)
         ]
         for index, name in eligible:
@@ -158,3 +173,8 @@ def _param_nbytes(unit: UpdateUnit[Bytes]) -> int:
     """Of the elements that the unit stands for."""
     whole = unit if unit.whole is None else unit.whole
     return unit.param.nbytes * unit.numel // max(whole.numel, 1)
+
+
+def _temporaries_of(unit: UpdateUnit[Bytes]) -> Temporaries:
+    """A root of as many bytes as the parameter has, which its states have too."""
+    return temporaries(_param_nbytes(unit), root_itemsize=1)

@@ -165,7 +165,7 @@ class MindSporeUpdate:
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
-    ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
+    ) -> Sequence[Sequence[UpdateUnit[Tensor]]]:
         return [units] if units else []
 
     advances = False  # what it advances is put back where nothing was updated

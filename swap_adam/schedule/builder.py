@@ -119,7 +119,8 @@ class PlanBuilder(Generic[TensorT, EventT]):
     ) -> list[list[UpdateUnit[TensorT]]]:
         """What of each batch is updated, where anything is."""
         is_active = set(map(id, active))
-        pieces_left = Counter(piece.unit_index for batch in partition.batches for piece in batch)
+        piece_counts = Counter(piece.unit_index for batch in partition.batches for piece in batch)
+        pieces_left = piece_counts.copy()
         batches = []
         for pieces in partition.batches:
             units = []
@@ -127,19 +128,20 @@ class PlanBuilder(Generic[TensorT, EventT]):
                 unit = registered[piece.unit_index]
                 if id(unit) in is_active:
                     pieces_left[piece.unit_index] -= 1
-                    units.append(_piece_of(unit, piece, pieces_left[piece.unit_index]))
+                    left, count = pieces_left[piece.unit_index], piece_counts[piece.unit_index]
+                    units.append(_piece_of(unit, piece, left, count))
             if units:
                 batches.append(units)
         return batches
 
 
 def _piece_of(
-    unit: UpdateUnit[TensorT], piece: Piece, pieces_left: int
+    unit: UpdateUnit[TensorT], piece: Piece, pieces_left: int, piece_count: int
 ) -> UpdateUnit[TensorT]:
     if piece.numel == unit.numel:
         return unit
     return replace(
         unit, numel=piece.numel, start_numel=piece.start_numel, states={}, whole=unit,
         grad=unit.param,  # each step's gradient is the whole's: a piece must keep none alive
-        pieces_left=pieces_left,
+        pieces_left=pieces_left, piece_count=piece_count,
     )

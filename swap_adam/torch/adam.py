@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,33 +15,48 @@ from torch.optim.optimizer import ParamsT
 from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, align
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.slot import UpdateUnit
+from swap_adam.temporaries import (
+    Temporaries,
+    foreach_nbytes,
+    for_loop_nbytes,
+    split_at,
+    temporaries,
+)
 from swap_adam.torch.optimizer import REFUSED, TorchSwapMixin
 from swap_adam.torch.state import (
     ParamState,
+    TorchUnit,
     check_fused_param,
     default_to_foreach,
+    local,
     scalar_dtype,
 )
 from swap_adam.torch.update import ParamGroup, TorchUpdate
 
-# The for-loop has the square root and its quotient at a time, beside the last tensor's quotient;
-# and the negated or decayed gradient, where there is one.
-FOR_LOOP_TEMPORARIES = 2
-# The foreach update has one of them at a time, but for the whole list.
-FOREACH_TEMPORARIES = 1
-STEP_NBYTES = 4
-
 
 @dataclass(frozen=True)
-class GroupStep:
-    """What a step read of a group: the implementation to ask for, and the learning rate.
+class GroupMemory:
+    """What the temporaries of a group's update depend on, the states' dtypes aside.
 
-    ``copies_grad`` says whether the for-loop makes a gradient of its own.
+    ``root_of`` is the moment whose square root is taken. ``dtypes`` are those of each parameter
+    and gradient, where the update makes gradients of its own. ``device_scalars`` counts the 0-dim
+    tensors that it makes on the device.
     """
 
     foreach: bool
     fused: bool
-    copies_grad: bool
+    root_of: str
+    negates: bool
+    decays_grad: bool
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    device_scalars: int
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """What a step read of a group: the implementation to ask for, and the learning rate."""
+
+    memory: GroupMemory
     lr: float | Tensor
 
 
@@ -88,54 +104,96 @@ class AdamUpdate(TorchUpdate):
             # gives the same bits, but for low precision, where the device rounds it first.
             if all(param.dtype in (torch.float32, torch.float64) for param in params):
                 lr = lr.cpu()
-        decays_grad = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
-        copies_grad = bool(group["maximize"]) or decays_grad
-        self._steps[group_index] = GroupStep(foreach, fused, copies_grad, lr)
+        negates = bool(group["maximize"]) and not fused
+        decays_grad = (
+            bool(group["weight_decay"]) and not group["decoupled_weight_decay"] and not fused
+        )
+        dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
+        if negates or decays_grad:
+            dtypes = tuple((param.dtype, _grad_of(param).dtype) for param in params)
+        memory = GroupMemory(
+            foreach, fused, "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq",
+            negates, decays_grad, dtypes, self._device_scalars(fused, lr, group["betas"], params),
+        )
+        self._steps[group_index] = GroupStep(memory, lr)
+
+    def _device_scalars(
+        self, fused: bool, lr: object, betas: Iterable[object], params: list[Tensor]
+    ) -> int:
+        """How many 0-dim tensors one call makes on the device, but for `step`."""
+        if fused:
+            device = params[0].device if params else None
+            moved = [lr] if _is_on_device(lr) else []
+            return sum(
+                isinstance(value, Tensor) and value.device != device
+                for value in (*moved, self._grad_scale, self._found_inf)
+            )
+        beta1, beta2 = betas
+        beta1_on_device, beta2_on_device = _is_on_device(beta1), _is_on_device(beta2)
+        casts = len({param.dtype for param in params}) if isinstance(beta1, Tensor) else 0
+        # The step size; each bias correction; the root of the second.
+        step_size = _is_on_device(lr) or beta1_on_device
+        return casts + step_size + beta1_on_device + 2 * beta2_on_device
 
     @property
     def memory_key(self) -> Hashable:
-        return tuple(
-            (step.foreach, step.fused, step.copies_grad) for step in self._steps.values()
-        )
+        return tuple(step.memory for step in self._steps.values())
 
     def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+        by_group: dict[int, dict[torch.dtype | None, list[Temporaries]]] = {}
+        copies: dict[int, int] = {}
+        for unit in cast(Sequence[TorchUnit], units):
+            by_dtype = by_group.setdefault(unit.group_index, {})
+            mine = by_dtype.setdefault(self._dtype_of_list(unit), [])
+            mine.extend([self._temporaries_of(unit)] * unit.repeats)
+            if unit.pieces_left:  # of a `step` on the device there is a copy for every other piece
+                assert isinstance(unit.whole, TorchUnit)
+                step = unit.whole.param_state["step"]
+                if _is_on_device(step):
+                    nbytes = (unit.piece_count - 1) * step.element_size()
+                    copies[id(unit.whole)] = align(nbytes, DEVICE_ALIGNMENT_NBYTES)
         most = 0
-        by_group: dict[int, list[int]] = {}
-        for unit in units:
-            nbytes = align(unit.numel * unit.param.element_size(), DEVICE_ALIGNMENT_NBYTES)
-            by_group.setdefault(unit.group_index, []).extend([nbytes] * unit.repeats)
-        for group_index, sizes in by_group.items():
-            step = self._steps[group_index]
-            if step.foreach:
-                most = max(most, FOREACH_TEMPORARIES * sum(sizes))
-            elif not step.fused:
-                count = FOR_LOOP_TEMPORARIES + step.copies_grad
-                most = max(most, *(last + count * size for last, size in zip([0, *sizes], sizes)))
-        # Fused, `step` is on the device, and so are its copies for the pieces of a cut tensor.
-        return most + sum(
-            align(max(unit.pieces_left, 1) * STEP_NBYTES, DEVICE_ALIGNMENT_NBYTES)
-            for unit in units
-            if unit.whole is not None and self._steps[unit.group_index].fused
+        for group_index, by_dtype in by_group.items():
+            memory = self._steps[group_index].memory
+            nbytes = 0
+            if memory.foreach:
+                nbytes = foreach_nbytes(list(by_dtype.values()))
+            elif not memory.fused:
+                nbytes = for_loop_nbytes([one for mine in by_dtype.values() for one in mine])
+            most = max(most, nbytes + memory.device_scalars * DEVICE_ALIGNMENT_NBYTES)
+        return most + sum(copies.values())
+
+    def _dtype_of_list(self, unit: TorchUnit) -> torch.dtype | None:
+        """Units for which it is equal are in one list of a call: foreach's are of one dtype."""
+        return unit.param.dtype if self._steps[unit.group_index].memory.foreach else None
+
+    def _temporaries_of(self, unit: TorchUnit) -> Temporaries:
+        memory = self._steps[unit.group_index].memory
+        if memory.fused:
+            return temporaries(0, 0)
+        whole = unit if unit.whole is None else unit.whole
+        assert isinstance(whole, TorchUnit)
+        param, grad = whole.param.dtype, whole.grad.dtype
+        return temporaries(
+            unit.numel if unit.slots else local(whole.param).numel(),
+            whole.param_state[memory.root_of].dtype.itemsize,
+            grad.itemsize if memory.negates else 0,
+            torch.promote_types(param, grad).itemsize if memory.decays_grad else 0,
         )
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
-    ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
+    ) -> Sequence[Sequence[UpdateUnit[Tensor]]]:
         if limit_nbytes is None:
             return super().split_resident(units, limit_nbytes)
-        parts: list[list[UpdateUnit[Tensor]]] = []
-        room = 0
-        for unit in units:
-            nbytes = 0  # of the temporaries of all units of a call, which only foreach has
-            if self._steps[unit.group_index].foreach:
-                param_nbytes = unit.param.numel() * unit.param.element_size() * unit.repeats
-                nbytes = FOREACH_TEMPORARIES * align(param_nbytes, DEVICE_ALIGNMENT_NBYTES)
-            if not parts or nbytes > room:
-                parts.append([])
-                room = limit_nbytes
-            parts[-1].append(unit)
-            room -= nbytes
-        return parts
+        # Only foreach has temporaries of all units of a call.
+        sizes = [
+            self._temporaries_of(unit).foreach_nbytes * unit.repeats
+            if self._steps[unit.group_index].memory.foreach else 0
+            for unit in cast(Sequence[TorchUnit], units)
+        ]
+        ends = list(accumulate(split_at(sizes, max(limit_nbytes, *sizes, 0))))
+        return [units[start:end] for start, end in zip([0, *ends], ends)]
 
     def call(
         self,
@@ -154,8 +212,8 @@ class AdamUpdate(TorchUpdate):
             params, grads, exp_avgs, exp_avg_sqs,
             max_exp_avg_sqs[0] if max_exp_avg_sqs else [],
             steps,
-            foreach=step.foreach,
-            fused=step.fused,
+            foreach=step.memory.foreach,
+            fused=step.memory.fused,
             capturable=False,
             differentiable=False,
             grad_scale=self._grad_scale if scaled else None,
@@ -170,6 +228,16 @@ class AdamUpdate(TorchUpdate):
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+
+def _grad_of(param: Tensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    return grad
+
+
+def _is_on_device(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 class AdamSwapMixin(TorchSwapMixin):

@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
 
 from swap_adam.backend import StreamRole
+from swap_adam.slab_pool import SlabPool
 from swap_adam.slot import SwapSlot
 
 
@@ -38,19 +40,36 @@ SOLE_OWNER = storage_use_count(torch.empty(1))
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 
+_lock = Lock()
+_streams: dict[torch.device, dict[StreamRole, torch.Stream]] = {}
+_pools: dict[torch.device, SlabPool[Tensor]] = {}
+
+
+def _copy_streams(device: torch.device) -> dict[StreamRole, torch.Stream]:
+    """The copy streams of ``device`` in this process."""
+    with _lock:
+        if device not in _streams:
+            roles = (StreamRole.COPY_IN, StreamRole.COPY_OUT)
+            _streams[device] = {role: torch.Stream(device=device) for role in roles}
+        return _streams[device]
+
+
+def slab_pool(device: torch.device) -> SlabPool[Tensor]:
+    """What the optimizers of this process have pinned for ``device``."""
+    with _lock:
+        return _pools.setdefault(device, SlabPool())
+
+
 class TorchBackend:
     """A device of any accelerator that ``torch.accelerator`` covers.
 
-    The two copy streams are made once, here; which stream is the compute stream is asked anew
-    whenever it matters, since ``step()`` may be called under another one.
+    The two copy streams are those of all optimizers on the device; which stream is the compute
+    stream is asked anew whenever it matters, since ``step()`` may be called under another one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = {
-            StreamRole.COPY_IN: torch.Stream(device=device),
-            StreamRole.COPY_OUT: torch.Stream(device=device),
-        }
+        self._streams = _copy_streams(device)
         self._acquired_on: torch.Stream | None = None  # the compute stream of that time
 
     # Host memory

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swap_adam.resident import choose_resident
 from swap_adam.torch.state import local
 
 
@@ -22,9 +23,7 @@ class Candidate:
 class ResidentStates:
     """The choice, and what is left of the budget of each device.
 
-    A byte that is kept spares two bytes of traffic per step, whichever state it belongs to; so the
-    largest states are taken first: the fewest of them fill the budget, and the batches that remain
-    are of small tensors. What has been chosen once stays chosen.
+    What has been chosen once stays chosen.
     """
 
     def __init__(self, budget_nbytes: int) -> None:
@@ -36,12 +35,18 @@ class ResidentStates:
         """Decide about states that have not been decided about."""
         if not self._budget_nbytes:
             return
-        for candidate in sorted(candidates, key=lambda candidate: -candidate.nbytes):
-            device = local(candidate.param).device
-            taken = self._taken.get(device, 0) + candidate.nbytes
-            if taken <= self._budget_nbytes and not self.keeps(candidate.param, candidate.name):
-                self._taken[device] = taken
-                self._kept.setdefault(candidate.param, {})[candidate.name] = candidate.nbytes
+        by_device: dict[torch.device, list[Candidate]] = {}
+        for candidate in candidates:
+            if not self.keeps(candidate.param, candidate.name):
+                by_device.setdefault(local(candidate.param).device, []).append(candidate)
+        for device, mine in by_device.items():
+            taken = self._taken.get(device, 0)
+            sizes = [candidate.nbytes for candidate in mine]
+            for index in choose_resident(sizes, self._budget_nbytes - taken):
+                chosen = mine[index]
+                self._kept.setdefault(chosen.param, {})[chosen.name] = chosen.nbytes
+                taken += chosen.nbytes
+            self._taken[device] = taken
 
     def keeps(self, param: Tensor, name: str) -> bool:
         """Whether the state ``name`` of ``param`` stays on the device."""

@@ -60,6 +60,7 @@ class TorchUnit(UpdateUnit[Tensor]):
     device: torch.device = field(kw_only=True)
     scalar_copies: dict[str, list[Tensor]] = field(kw_only=True, default_factory=dict)
     is_edited: bool = field(kw_only=True, default=False)
+    registered_dtypes: list[object] = field(kw_only=True, default_factory=list)
     _required: frozenset[str] = field(init=False, default=frozenset())
     _seen: int = field(init=False, default=-1)
 
@@ -82,14 +83,20 @@ class TorchUnit(UpdateUnit[Tensor]):
         """``slots``, all of which are this framework's."""
         return cast(list[TorchSlot], self.slots)
 
+    def state_dtypes(self) -> list[object]:
+        """Those that the temporaries of an update depend on."""
+        return [getattr(self.param_state.get(name), "dtype", None) for name in STATE_KEYS]
+
     def note_edits(self) -> None:
         """Look for edits of the states; after one the unit is not current.
 
-        A shown tensor has other memory, or a state on the host was added, made from a swapped one.
+        A shown tensor has other memory, or a state on the host was added, made from a swapped one,
+        or a state has another dtype.
         """
         swapped = {slot.name for slot in self.slots}
         self.is_edited = (
             self.is_edited
+            or self.state_dtypes() != self.registered_dtypes
             or any(slot.is_rebound() for slot in self.torch_slots())
             or any(
                 is_left_behind(self.owner, self.param_state, name)

@@ -18,7 +18,7 @@ from swap_adam.device import DeviceReport, DeviceSwap
 from swap_adam.schedule import Schedule
 from swap_adam.slot import Residency, SwapSlot
 from swap_adam.swap import Swap
-from swap_adam.torch.backend import TorchBackend
+from swap_adam.torch.backend import TorchBackend, slab_pool
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.resident import Candidate, ResidentStates
 from swap_adam.torch.state import (
@@ -386,6 +386,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         for unit in units:
             if unit.slots:
                 unit.numel = unit.slots[0].numel
+            unit.registered_dtypes = unit.state_dtypes()
             self.units[unit.owner] = unit
 
     def _forget_gone(self, groups: Sequence[ParamGroup]) -> None:
@@ -404,7 +405,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         if device not in self.devices:
             self.devices[device] = DeviceSwap(
                 TorchBackend(device), self.schedule, self.plan_options, _publish,
-                policy=self.staging_policy,
+                policy=self.staging_policy, pool=slab_pool(device),
             )
         return self.devices[device]
 

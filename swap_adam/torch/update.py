@@ -118,7 +118,7 @@ class TorchUpdate(ABC):
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
-    ) -> Iterable[Sequence[UpdateUnit[Tensor]]]:
+    ) -> Sequence[Sequence[UpdateUnit[Tensor]]]:
         return [units] if units else []
 
     # Whether something is advanced once per step.
@@ -170,9 +170,11 @@ def _copy_of(value: object) -> object:
 def _versions(tensors: list[Tensor]) -> list[int] | None:
     """How often each was written to; ``None`` where that cannot be told: fused kernels, and
     foreach on some devices, do not count."""
-    if not tensors or any(t.device.type != "cpu" or t.is_inference() for t in tensors):
+    try:
+        versions = [tensor._version for tensor in tensors if tensor.is_cpu]
+    except RuntimeError:  # an inference tensor
         return None
-    return [tensor._version for tensor in tensors]
+    return versions if versions and len(versions) == len(tensors) else None
 
 
 def argument_lists(
