@@ -274,7 +274,8 @@ class Call {
       const auto* const with = find(name_ == "c10d::send" ? "dst" : "src");
       peer = with ? with->toInt() : group_->getSize();  // from any source
     } else {
-      const auto* const async = find("async_op");  // from torch 2.8 on
+      // torch 2.7 has neither name.
+      const auto* const async = find("async_op") ? find("async_op") : find("asyncOp");
       if (async && !async->toBool()) return current;
     }
     const auto own = stream_of(group_.get(), device_, peer);
