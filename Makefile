@@ -16,7 +16,7 @@ SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo demo-mindspore bench test test-full test-oldest \
-	test-torch test-simulator test-mindspore test-docs lint docs clean
+	test-torch test-simulator test-parallel test-mindspore test-docs lint docs clean
 
 help:
 	@echo 'make demo | demo-mindspore | bench | test | test-full | test-oldest | lint | docs | clean'
@@ -60,9 +60,9 @@ install_mindformers = .venv/bin/python -m pip install --quiet $(PIP_FLAGS) --no-
 # ---- tests ----------------------------------------------------------------------------
 
 # One thread per process, or the workers fight over the cores.
-test-torch test-simulator test-mindspore test-docs test-oldest: export OMP_NUM_THREADS := 1
-test-torch test-simulator test-mindspore test-docs test-oldest: export MKL_NUM_THREADS := 1
-test-torch test-simulator test-mindspore test-docs test-oldest: export OPENBLAS_NUM_THREADS := 1
+test-torch test-simulator test-parallel test-mindspore test-docs test-oldest: export OMP_NUM_THREADS := 1
+test-torch test-simulator test-parallel test-mindspore test-docs test-oldest: export MKL_NUM_THREADS := 1
+test-torch test-simulator test-parallel test-mindspore test-docs test-oldest: export OPENBLAS_NUM_THREADS := 1
 
 PYTEST_OPTIONS = -n $(WORKERS) $(PYTEST_FLAGS)
 PYTEST = .venv/bin/python -m pytest $(PYTEST_OPTIONS)
@@ -72,7 +72,7 @@ PYTEST = .venv/bin/python -m pytest $(PYTEST_OPTIONS)
 # when an earlier one has failed.
 test: .venv/test.stamp
 	@$(MAKE) --no-print-directory --keep-going \
-		lint test-docs test-mindspore test-simulator test-torch
+		lint test-docs test-mindspore test-simulator test-parallel test-torch
 
 test-full: export SWAP_ADAM_TEST_FULL := 1
 test-full: test
@@ -86,6 +86,10 @@ test-torch: .venv/test.stamp
 
 test-simulator: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/simulator tests/demo)
+
+# A test starts processes of its own, two or more at a time.
+test-parallel: .venv/test.stamp
+	$(call pytest_folders,$(PYTEST),tests/parallel)
 
 test-mindspore: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/with_mindspore)

@@ -15,6 +15,8 @@ from swap_adam.simulator import native
 _Device = torch.device | str | int | None
 
 OutOfMemoryError = torch.OutOfMemoryError
+# torch.utils.checkpoint asks it before it keeps the state of the random numbers.
+_initialized = True
 
 
 class Properties(NamedTuple):

@@ -117,9 +117,11 @@ def test_violation_of_the_last_operation_is_not_lost(device: str, tmp_path: Path
         "import torch, swap_adam.simulator as s\n"
         "s.enable()\n"
         "state, host = torch.ones(8, device='simulated'), torch.ones(8).pin_memory()\n"
+        "other = torch.ones(8, device='simulated')\n"
         "torch.accelerator.synchronize()\n"
         "with torch.Stream('simulated'): host.copy_(state, non_blocking=True)\n"
-        "del state"
+        "del state\n"
+        "other + 1"
     )
     env = environment(build.cache_folder())
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

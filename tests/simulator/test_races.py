@@ -140,8 +140,10 @@ def test_storage_goes_in_flight_without_record_stream(device: str, release: str)
         del state
     else:
         state.untyped_storage().resize_(0)
+    assert simulator.violations() == []  # nobody else has the memory yet
     with race("freed in flight: allocation", "aten::copy_ #1 on stream", "read",
-              "record_stream"):
+              "on the default stream", "writes", "record_stream"):
+        torch.zeros(N, device=device)
         torch.accelerator.synchronize()
 
 
@@ -162,8 +164,77 @@ def test_storage_that_is_protected_may_go(device: str, release: str, remedy: str
         del state
     else:
         state.untyped_storage().resize_(0)
+    torch.zeros(N, device=device)
     copies.synchronize()
     assert host.sum() == N
+    assert simulator.violations() == []
+
+
+@pytest.mark.parametrize("owner", ["a kernel's output", "a smaller one", "a larger one"])
+def test_freed_memory_is_used_again_whoever_gets_it(device: str, owner: str) -> None:
+    state, other, host = torch.zeros(N, device=device), torch.ones(N, device=device), pinned()
+    copies = stream()
+    copies.wait_event(event(compute()))
+    with copies:
+        host.copy_(state, non_blocking=True)
+    del state
+    with race("freed in flight: allocation", "aten::copy_ #1 on stream", "read"):
+        if owner == "a kernel's output":
+            other + 1
+        else:
+            torch.empty(N // 2 if owner == "a smaller one" else 2 * N, device=device).fill_(1)
+        torch.accelerator.synchronize()
+
+
+def test_freed_memory_is_used_again_by_a_stream_that_waited_only_for_its_owner(
+    device: str,
+) -> None:
+    state, host, copies, third = torch.zeros(N, device=device), pinned(), stream(), stream()
+    copies.wait_event(event(compute()))
+    with copies:
+        host.copy_(state, non_blocking=True)
+    del state
+    again = torch.empty(N, device=device)
+    third.wait_event(event(compute()))
+    with third, race("freed in flight", "aten::copy_ #1", "aten::fill_", "on stream"):
+        again.fill_(1)
+
+
+@pytest.mark.parametrize("wait", ["before it is allocated", "before it is written"])
+def test_freed_memory_may_be_used_again_after_a_wait(device: str, wait: str) -> None:
+    """As FSDP2 does: its shards are allocated on one stream and read on another one."""
+    communication, host = stream(), pinned()
+    with communication:
+        shard = torch.ones(N, device=device)
+    compute().wait_event(event(communication))
+    for _ in range(3):
+        host.copy_(shard, non_blocking=True)  # on the default stream
+        del shard
+        if wait == "before it is allocated":
+            communication.wait_event(event(compute()))
+        with communication:
+            shard = torch.empty(N, device=device)
+        if wait == "before it is written":
+            communication.wait_event(event(compute()))
+        with communication:
+            shard.fill_(1)
+        compute().wait_event(event(communication))
+    torch.accelerator.synchronize()
+    assert simulator.violations() == []
+
+
+def test_freed_memory_may_be_used_again_by_another_stream_of_its_own(device: str) -> None:
+    """An allocator keeps the free memory of every stream apart."""
+    state, host, copies, third = torch.zeros(N, device=device), pinned(), stream(), stream()
+    copies.wait_event(event(compute()))
+    with copies:
+        host.copy_(state, non_blocking=True)
+    del state
+    with third:
+        torch.zeros(N, device=device)
+    with copies:
+        torch.zeros(N, device=device)
+    torch.accelerator.synchronize()
     assert simulator.violations() == []
 
 
@@ -175,6 +246,7 @@ def test_a_recorded_stream_stands_for_what_it_waited_for(device: str) -> None:
     last.wait_event(event(copies))
     state.record_stream(last)
     del state
+    torch.zeros(N, device=device)
     torch.accelerator.synchronize()
     assert simulator.violations() == []
 

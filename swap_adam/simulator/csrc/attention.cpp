@@ -1,4 +1,6 @@
 // scaled_dot_product_attention: the CPU's own choice and its kernels, so that results are the CPU's.
+// What the CPU calls its flash kernel is reached by the name of the memory-efficient one, which
+// passes masks and any head size on as they are, and which DTensor and context_parallel know.
 #include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
@@ -17,7 +19,7 @@ namespace swap_adam {
 namespace {
 
 using at::Tensor;
-constexpr int64_t kMath = 0, kFlash = 1, kOverrideable = 4;  // at::SDPBackend
+constexpr int64_t kMath = 0, kFlash = 1, kEfficient = 2;  // at::SDPBackend
 
 int64_t choose(
     const Tensor& query, const Tensor& key, const Tensor& value,
@@ -29,26 +31,26 @@ int64_t choose(
   if (mask && mask->defined()) alias = cpu_alias(*mask);
   const auto choice = at::_fused_sdp_choice(
       cpu_alias(query), cpu_alias(key), cpu_alias(value), alias, dropout, causal, scale, grouped);
-  return choice == kFlash ? kOverrideable : kMath;
+  return choice == kFlash ? kEfficient : kMath;
 }
 
-std::tuple<
-    Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>
-attention(
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value,
-    const std::optional<Tensor>& bias, double dropout, bool causal, bool,
+    const std::optional<Tensor>& bias, bool, double dropout, bool causal,
     std::optional<double> scale) {
   auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
       query, key, value, dropout, causal, bias, scale);
-  return {output, logsumexp, Tensor(), Tensor(), query.sym_size(2), key.sym_size(2),
-          Tensor(), Tensor(), Tensor()};
+  // The seed and the offset of a dropout, which the CPU's kernel has not: on the CPU, as CUDA's.
+  const auto none = at::empty({}, at::TensorOptions(at::kLong).device(at::kCPU));
+  return {output, logsumexp, none, none};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& bias, std::array<bool, 4>, const Tensor& output, const Tensor& logsumexp,
-    const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal,
-    const Tensor&, const Tensor&, std::optional<double> scale) {
+    const Tensor& bias, const Tensor& output, const Tensor& logsumexp, const Tensor&,
+    const Tensor&, double dropout, std::array<bool, 4>, bool causal,
+    std::optional<double> scale) {
+  if (!gradient.defined()) return {};
   auto [query_gradient, key_gradient, value_gradient] =
       at::_scaled_dot_product_flash_attention_for_cpu_backward(
           gradient, query, key, value, output, logsumexp, dropout, causal,
@@ -59,8 +61,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
-  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
+  m.impl("_scaled_dot_product_efficient_attention", &attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", &attention_backward);
 }
 
 }  // namespace swap_adam

@@ -252,6 +252,15 @@ Block* Machine::allocate(
     const Use use{block->stream, timelines.latest(block->stream), "the allocation"};
     if (!timelines.host_passed(use))
       block->history.use(0, nbytes, true, use, timelines, [](const Conflict&) {});
+    if (block->stream < freed_.size()) {
+      auto& freed = freed_[block->stream];
+      freed.erase(
+          std::remove_if(
+              freed.begin(), freed.end(),
+              [&](const Freed& one) { return timelines.ordered(one.use, block->stream); }),
+          freed.end());
+      block->inherited = freed;
+    }
   }
   memory.allocated += charged;
   memory.allocated_peak = std::max(memory.allocated_peak, memory.allocated);
@@ -300,6 +309,10 @@ void Machine::record_stream(Block* block, uint32_t timeline) {
     block->recorded.push_back(timeline);
 }
 
+// As a caching allocator's: the stream that a block was allocated on may be given its memory again
+// at once. Another stream that still uses it is no fault yet; it is one when the new owner writes
+// there and nothing orders the two. Which allocation gets the memory is luck, so all of them do.
+// Pinned memory goes back to the host, which waits for nothing.
 void Machine::check_free(Block* block) {
   block->history.each([&](const Use& use, bool wrote, size_t begin, size_t end) {
     if (timelines.ordered(use, block->stream)) return;
@@ -307,22 +320,47 @@ void Machine::check_free(Block* block) {
     if (std::any_of(block->recorded.begin(), block->recorded.end(),
                     [&](uint32_t stream) { return timelines.ordered(use, stream); }))
       return;
-    std::ostringstream text;
-    text << "freed in flight: allocation " << block->number << " (" << block->nbytes << " bytes, ";
-    if (block->device == kPinned)
-      text << "pinned host memory";
-    else
-      text << "simulated:" << block->device << ", allocated on " << describe(block->stream);
-    text << ") is freed while " << use.name << " #" << use.sequence << " on "
-         << describe(use.timeline) << " may still " << (wrote ? "write" : "read") << " bytes ["
-         << begin << ", " << end << ") of it";
-    if (block->device == kPinned)
-      text << "; wait for that stream on the host first";
-    else
-      text << "; make " << describe(block->stream)
-           << " wait for that operation first, or call record_stream";
-    found(text.str());
+    if (block->device == kPinned) {
+      std::ostringstream text;
+      text << "freed in flight: allocation " << block->number << " (" << block->nbytes
+           << " bytes, pinned host memory) is freed while " << use.name << " #" << use.sequence
+           << " on " << describe(use.timeline) << " may still " << (wrote ? "write" : "read")
+           << " bytes [" << begin << ", " << end
+           << ") of it; wait for that stream on the host first";
+      found(text.str());
+      return;
+    }
+    if (freed_.size() <= block->stream) freed_.resize(block->stream + 1);
+    auto& freed = freed_[block->stream];
+    const Freed last{use, wrote, begin, end, block->number, block->nbytes};
+    // What comes after the latest operation of a stream comes after all of its.
+    const auto same = std::find_if(freed.begin(), freed.end(), [&](const Freed& other) {
+      return other.use.timeline == use.timeline;
+    });
+    if (same == freed.end())
+      freed.push_back(last);
+    else if (same->use.sequence < use.sequence)
+      *same = last;
   });
+}
+
+void Machine::check_reuse(Block* block, const Use& use) {
+  for (const auto& freed : block->inherited) {
+    if (timelines.ordered(freed.use, use.timeline)) continue;
+    std::ostringstream text;
+    text << "freed in flight: allocation " << freed.number << " (" << freed.nbytes
+         << " bytes, simulated:" << block->device << ", allocated on " << describe(block->stream)
+         << ") was freed while " << freed.use.name << " #" << freed.use.sequence << " on "
+         << describe(freed.use.timeline) << " might still " << (freed.wrote ? "write" : "read")
+         << " bytes [" << freed.begin << ", " << freed.end << ") of it, and nothing orders "
+         << use.name << " #" << use.sequence << " on " << describe(use.timeline)
+         << " after that, which writes to allocation " << block->number
+         << ", perhaps the same memory; make " << describe(block->stream)
+         << " wait for that operation first, or call record_stream";
+    found(text.str());
+    block->inherited.clear();
+    return;
+  }
 }
 
 void Machine::free(Block* block) noexcept {
@@ -361,19 +399,27 @@ void Machine::drop(Block* block) {
 // --- operations
 
 void Machine::land(Copy* copy) {
-  std::memcpy(copy->target, copy->source, copy->nbytes);
-  const auto forget = [copy](Block* block) {
-    auto& copies = block->copies;
-    copies.erase(std::remove(copies.begin(), copies.end(), copy), copies.end());
-  };
-  forget(copy->source_block);
-  forget(copy->target_block);
-  drop(copy->source_block);
-  drop(copy->target_block);
   const auto found = std::find_if(copies_.begin(), copies_.end(), [copy](const auto& other) {
     return other.get() == copy;
   });
+  const auto owned = std::move(*found);  // no longer in flight, whatever becomes of it
   copies_.erase(found);
+  Block* const blocks[] = {copy->source_block, copy->target_block};
+  for (auto* const block : blocks) {
+    if (!block) continue;
+    auto& copies = block->copies;
+    copies.erase(std::remove(copies.begin(), copies.end(), copy), copies.end());
+  }
+  try {
+    if (copy->arrive) copy->arrive();
+    std::memcpy(copy->target, copy->source, copy->nbytes);
+  } catch (...) {
+    for (auto* const block : blocks)
+      if (block) drop(block);
+    throw;
+  }
+  for (auto* const block : blocks)
+    if (block) drop(block);
 }
 
 void Machine::land_passed() {
@@ -387,10 +433,11 @@ void Machine::land_passed() {
 
 void Machine::add_copy(Copy copy) {
   copies_.push_back(std::make_unique<Copy>(copy));
-  ++copy.source_block->owners;
-  ++copy.target_block->owners;
-  copy.source_block->copies.push_back(copies_.back().get());
-  copy.target_block->copies.push_back(copies_.back().get());
+  for (auto* const block : {copy.source_block, copy.target_block}) {
+    if (!block) continue;
+    ++block->owners;
+    block->copies.push_back(copies_.back().get());
+  }
 }
 
 void Machine::use(
@@ -412,6 +459,7 @@ void Machine::use(
     }
   }
   if (races == Races::off) return;
+  if (write && !block->inherited.empty()) check_reuse(block, use);
   block->history.use(begin, end, write, use, timelines, [&](const Conflict& conflict) {
     conflicts.push_back(conflict);
   });

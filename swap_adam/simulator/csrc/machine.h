@@ -11,6 +11,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -26,6 +27,15 @@ constexpr size_t kDeviceRounding = 512;
 
 struct Copy;
 
+// A use that nothing orders before the next use of its memory by the stream that got it back.
+struct Freed {
+  Use use;
+  bool wrote;
+  size_t begin, end;
+  uint64_t number;  // of the block
+  size_t nbytes;
+};
+
 struct Block {
   uint64_t number = 0;
   int device = kPinned;
@@ -35,6 +45,7 @@ struct Block {
   uint32_t stream = kHost;  // the stream it was allocated on
   c10::SmallVector<uint32_t, 2> recorded;  // record_stream
   History history;
+  std::vector<Freed> inherited;  // what may still use memory that this block may be made of
   c10::SmallVector<Copy*, 1> copies;  // in flight, from or to it, in the order of issue
   // What owns the bytes: memory of our own, or the allocation of a CPU kernel's output.
   std::unique_ptr<void, c10::DeleterFnPtr> memory{nullptr, c10::detail::deleteNothing};
@@ -44,12 +55,13 @@ struct Block {
 
 // A copy that was issued but whose bytes have not moved yet.
 struct Copy {
-  Block* source_block;
+  Block* source_block;  // nullptr: not memory of ours
   Block* target_block;
   const char* source;
   char* target;
   size_t nbytes;
   Use use;
+  std::function<void()> arrive{};  // returns when `source` holds the bytes; empty: it does
 };
 
 struct Event {
@@ -174,6 +186,7 @@ class Machine {
   void held_changed(int device, Seconds time);
   void joined_host();
   void check_free(Block* block);
+  void check_reuse(Block* block, const Use& use);
 
   std::recursive_mutex mutex_;
   int device_count_ = 0;
@@ -182,6 +195,7 @@ class Machine {
   std::vector<Leaving> leaving_;
   std::vector<std::unique_ptr<Copy>> copies_;  // in flight, in the order of issue
   std::map<const char*, Block*> pinned_blocks_;
+  std::vector<std::vector<Freed>> freed_;  // by the stream that may use the memory again
   size_t raised_ = 0;  // violations that have been raised already
   uint64_t blocks_ = 0;
 };
