@@ -17,7 +17,7 @@ from swap_adam.device import DeviceReport, DeviceSwap
 from swap_adam.schedule import Schedule
 from swap_adam.slot import Residency, SwapSlot
 from swap_adam.swap import Swap
-from swap_adam.torch.backend import TorchBackend
+from swap_adam.torch.backend import TorchBackend, as_normal_tensors
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.resident import Candidate, ResidentStates
 from swap_adam.torch.state import (
@@ -144,6 +144,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
                     ))
         self._adopt(units, groups)
 
+    @as_normal_tensors
     def bring_back(self, states: States) -> None:
         """Put every swapped state back on its parameter's device, laid out as it was.
 
@@ -171,6 +172,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         for (_, name), (param_state, value) in made.items():
             param_state[name] = value
 
+    @as_normal_tensors
     def _adopt(self, units: Sequence[TorchUnit], groups: Sequence[ParamGroup]) -> None:
         """Register ``units``: make the states that are missing, move out those that are there.
 
@@ -385,6 +387,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         """Whether somebody holds what the optimizer shows for ``slot``."""
         return self.devices[slot.device].backend.is_held_elsewhere(slot)
 
+    @as_normal_tensors
     def _detach_held(self, units: Iterable[TorchUnit]) -> None:
         """Held counters and small states become snapshots, like the moments: DeviceSwap.settle.
 
