@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import mindspore
 from mindspore import Parameter, Tensor
 
-from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
+from swap_adam.config import STATE_KEYS, Configuration, SwapOptimizerConfig, as_config
 from swap_adam.device import DeviceSwap
 from swap_adam.mindspore.backend import (
     MindSporeBackend,
@@ -172,14 +172,15 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
     # Life
 
-    def attach(self, config: SwapOptimizerConfig | None) -> None:
+    def attach(self, config: Configuration | None) -> None:
         """Move the states out: called at the end of the constructor, or by the conversion.
 
         Raises:
             ValueError: the optimizer's options, or the configuration, cannot be honoured.
+            TypeError: ``config`` is no configuration.
             MemoryError: not enough pinned memory; nothing has changed.
         """
-        config = SwapOptimizerConfig() if config is None else config
+        config = as_config(config)
         self.refuse(config)
         self._swap = MindSporeSwap(config, self.schedule_type(config), self.recovery)
         self._swap.units.extend(
@@ -199,11 +200,8 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
         Raises:
             ValueError: naming what, and what to do instead.
-            TypeError: ``config`` is no configuration.
         """
         name = self.original.__name__
-        if not isinstance(config, SwapOptimizerConfig):
-            raise TypeError(f"swap_config must be a SwapOptimizerConfig or None, got {config!r}")
         if mindspore.get_context("mode") != mindspore.PYNATIVE_MODE:
             raise ValueError(
                 "mode=GRAPH_MODE is not supported: a compiled graph cannot move states between "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, SwapOptimizerConfig, as_config
 from swap_adam.device import DeviceReport
 from swap_adam.mixin import SwapPipelineMixin
 from swap_adam.slot import UpdateUnit
@@ -59,13 +59,14 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     # Life
 
-    def init_swap(self, config: SwapOptimizerConfig | None) -> None:
+    def init_swap(self, config: Configuration | None) -> None:
         """Own a machine: called by the constructor, or by the conversion.
 
         Raises:
             ValueError: the configuration, or a group's flags, cannot be honoured.
+            TypeError: ``config`` is no configuration.
         """
-        config = SwapOptimizerConfig() if config is None else config
+        config = as_config(config)
         groups = self.__dict__.get("param_groups", [])  # none yet when unpickling
         self.refuse(config, groups)
         self._swap = TorchSwap(
@@ -79,8 +80,6 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     @classmethod
     def refuse(cls, config: SwapOptimizerConfig, groups: Iterable[ParamGroup]) -> None:
         """Raise for a configuration, or groups, that this optimizer cannot honour."""
-        if not isinstance(config, SwapOptimizerConfig):
-            raise TypeError(f"swap_config must be a SwapOptimizerConfig or None, got {config!r}")
         groups = list(groups)
         if config.include_master_params:
             raise ValueError(
