@@ -214,6 +214,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if "_swap" in self.__dict__:
             self._swap.check_not_torn("reading the optimizer's states", self.describe_param)
             self._swap.wait_landed()
+            self._swap.shown.write_back()
             self._swap.check_held = True
         try:
             states: defaultdict[Tensor, ParamState] = self.__dict__["state"]
@@ -228,11 +229,12 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             self._swap.check_held = True  # whoever sets it holds it
 
     def state_dict(self) -> StateDict:
-        """The original's state dict, its swapped tensors on the host.
+        """The original's state dict, all its moments on the host.
 
-        Waits on the host for copies in flight; allocates no memory and causes no device traffic.
+        Waits on the host for copies in flight. Swapped states are shown where they are: nothing
+        is allocated or moved for them; what stays on the device is copied to the host.
         What is in it stays as it is now: what is still held when a later step writes keeps its
-        bytes, and the step uses fresh ones.
+        bytes, and the step uses fresh ones. Until then, in-place edits of it count.
 
         Raises:
             RuntimeError: parameters are half updated by an earlier fault.
@@ -242,7 +244,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         # The entries of the original's dict are live, so they would show later tensors.
         if isinstance(states.get("state"), dict):  # a hook may have made something else of it
             states["state"] = {
-                key: dict(value) if isinstance(value, dict) else value
+                key: self._swap.shown.show(value) if isinstance(value, dict) else value
                 for key, value in states["state"].items()
             }
         return states

@@ -20,6 +20,7 @@ from swap_adam.swap import Swap
 from swap_adam.torch.backend import TorchBackend, as_normal_tensors
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.resident import Candidate, ResidentStates
+from swap_adam.torch.shown import ShownCopies
 from swap_adam.torch.state import (
     ParamState,
     TorchSlot,
@@ -57,6 +58,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         self.units: dict[Tensor, TorchUnit] = {}
         self.resident = ResidentStates(config.resident_nbytes)
         self.prefetch_hook: PrefetchHook | None = None
+        self.shown = ShownCopies()
 
     def collect(
         self, groups: Sequence[ParamGroup], states: States, update: TorchUpdate
@@ -74,6 +76,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         stale: list[TorchUnit] = []
         moved = False
         if self.check_held:
+            self.shown.release()
             for registered in self.units.values():
                 registered.note_edits()
         param_index = -1
@@ -152,6 +155,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
             torch.OutOfMemoryError: they do not fit; nothing has changed.
         """
         self.wait_landed()
+        self.shown.release()
         made: dict[tuple[int, str], tuple[ParamState, Tensor]] = {}
         for unit in self.units.values():
             for slot in unit.slots:
