@@ -150,7 +150,8 @@ def test_every_option_saves_and_loads_as_natively(
         assert_same(native, outcome(source, target, options, options, steps), f"{source}>{target}")
 
 
-@pytest.mark.parametrize("get, put", list(product([{}, {"cpu_offload": True}, FULL], [{}, FULL]))
+@pytest.mark.parametrize(
+    "get, put", list(product([{}, {"cpu_offload": True}, FULL], [{}, FULL])), ids=str
 )
 def test_what_one_set_of_options_saves_another_loads_as_natively(
     get: dict[str, Any], put: dict[str, Any]
