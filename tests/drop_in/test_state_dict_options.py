@@ -279,3 +279,25 @@ def test_two_ranks_save_and_load_full_and_sharded_checkpoints_as_natively(tmp_pa
         for process in processes:
             process.kill()
     assert all("fine" in output for output in outputs), "\n".join(outputs)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["swapped", "resident"])
+def test_a_tensor_put_into_the_states_counts_and_is_not_updated(small: bool) -> None:
+    """Wherever it comes from; and unswapped it is the original's own again."""
+    from swap_adam import unswap_optimizer
+
+    for where in (DEVICE, "cpu"):
+        found = []
+        for config in (None, {}):
+            _, optimizer = make(config, 2, seed=0)
+            param = optimizer.param_groups[0]["params"][2 if small else 1]
+            mine = torch.ones_like(param, device=where if config is not None else DEVICE)
+            optimizer.state[param]["exp_avg"] = mine
+            train(optimizer, range(2, 3))
+            found.append(optimizer.state[param]["exp_avg"].cpu())
+        assert torch.equal(*found)
+        assert bool((mine == 1).all())
+        unswap_optimizer(optimizer)
+        mine = optimizer.state[param]["exp_avg"] = torch.ones_like(param)
+        train(optimizer, range(3, 4))
+        assert optimizer.state[param]["exp_avg"] is mine and not bool((mine == 1).all())
