@@ -21,14 +21,23 @@ _MODULE_OF_NAME = {
     "unswap_optimizer": "swap_adam.convert",
 }
 
+_HALF_OF_CLASS = {
+    "SwapAdam": "torch",
+    "SwapAdamW": "torch",
+    "SwapHyperAdamW": "torch",
+    "SwapAdamWeightDecay": "mindspore",
+    "SwapMFAdamW": "mindspore",
+    "SwapMSAdam": "mindspore",
+}
+
 
 def __getattr__(name: str) -> object:
+    if name in _HALF_OF_CLASS:
+        # Of an AttributeError `from swap_adam import` would not print the text.
+        half = f"{__name__}.{_HALF_OF_CLASS[name]}"
+        raise ImportError(f"{name} is in {half}: from {half} import {name}")
     if name not in _MODULE_OF_NAME:
-        where = "; the swap optimizers are in swap_adam.torch and swap_adam.mindspore"
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}"
-            + (where if name.startswith("Swap") else "")
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     value: object = getattr(import_module(_MODULE_OF_NAME[name]), name)

@@ -1,9 +1,15 @@
 """The configuration of a swap optimizer, checked once when it is made."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import signature
+from numbers import Integral
+from typing import Any, Literal, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STATE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
@@ -11,6 +17,8 @@ STATE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 @dataclass(frozen=True)
 class SwapOptimizerConfig:
     """What a swap optimizer swaps, and how.
+
+    Where a number is an integer, a float of the same value, such as ``12e9``, is taken for it.
 
     Args:
         swap_times: a batch is at most this fraction of the swapped bytes of a device; > 0.
@@ -52,6 +60,11 @@ class SwapOptimizerConfig:
     prefetch_in_backward: bool = False
 
     def __post_init__(self) -> None:
+        for field in ("swap_times", "min_numel", "staging_nbytes", "resident_nbytes"):
+            value = getattr(self, field)
+            is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if is_whole or (isinstance(value, float) and value.is_integer()):
+                object.__setattr__(self, field, int(value))
         self._check_swap_times()
         self._check_int("min_numel", self.min_numel, minimum=0)
         self._check_int("resident_nbytes", self.resident_nbytes, minimum=0)
@@ -93,7 +106,10 @@ class SwapOptimizerConfig:
     @staticmethod
     def _check_int(field: str, value: object, minimum: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{field} must be an int, got {value!r}")
+            remedy = ""
+            if isinstance(value, str):  # what YAML makes of 12e9, without a point and a sign
+                remedy = "; in a yaml file write the digits, or 1.2e+10"
+            raise TypeError(f"{field} must be an int, got {value!r}{remedy}")
         if value < minimum:
             raise ValueError(f"{field} must be >= {minimum}, got {value!r}")
 
@@ -134,3 +150,63 @@ class SwapOptimizerConfig:
         if key == "master_param" and not self.include_master_params:
             return False
         return self.state_keys is None or key in self.state_keys
+
+
+# What is taken for a configuration: one, or its fields as a mapping, such as a yaml file has them.
+Configuration = SwapOptimizerConfig | Mapping[str, Any]
+FIELDS = tuple(field.name for field in fields(SwapOptimizerConfig))
+
+
+def as_config(config: Configuration | None) -> SwapOptimizerConfig:
+    """The configuration that ``config`` stands for: itself, its fields by name, or the default.
+
+    Raises:
+        TypeError: it is none of them, or has unknown fields or one of the wrong type.
+        ValueError: a field has a value that is not allowed.
+    """
+    if config is None:
+        return SwapOptimizerConfig()
+    if isinstance(config, SwapOptimizerConfig):
+        return config
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"swap_config must be a SwapOptimizerConfig, a mapping of its fields or None, "
+            f"got {config!r}"
+        )
+    unknown = ", ".join(repr(name) for name in config if name not in FIELDS)
+    if unknown:
+        raise TypeError(f"swap_config has the unknown fields {unknown}; allowed are: "
+                        f"{', '.join(FIELDS)}")
+    return SwapOptimizerConfig(**config)
+
+
+def describe_difference(left: SwapOptimizerConfig, right: SwapOptimizerConfig) -> tuple[str, str]:
+    """The fields in which two configurations differ, as each has them."""
+    names = [name for name in FIELDS if getattr(left, name) != getattr(right, name)]
+    first, second = (
+        ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
+        for config in (left, right)
+    )
+    return first, second
+
+
+def explains_keywords(init: Callable[P, R]) -> Callable[P, R]:
+    """A decorator for constructors that take ``swap_config``: what is none of their arguments but
+    says how to swap is a TypeError that names where it belongs."""
+    known = signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in kwargs.items():
+            if name in known:
+                continue
+            if name in FIELDS:
+                raise TypeError(
+                    f"{name} is no argument of the optimizer but a field of its configuration: "
+                    f"swap_config=SwapOptimizerConfig({name}={value!r})"
+                )
+            if name == "config":
+                raise TypeError("the configuration is the argument swap_config, not config")
+        return init(*args, **kwargs)
+
+    return checked

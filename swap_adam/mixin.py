@@ -36,8 +36,19 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
 
     @property
     def swap_config(self) -> SwapOptimizerConfig:
-        """The configuration in force."""
+        """The configuration in force.
+
+        Raises:
+            AttributeError: when it is set; see the message.
+        """
         return self._swap.config
+
+    @swap_config.setter
+    def swap_config(self, config: object) -> None:
+        raise AttributeError(
+            "swap_config cannot be set: the states are where it says. To change it between two "
+            "steps: unswap_optimizer(optimizer), then swap_optimizer(optimizer, config)"
+        )
 
     @classmethod
     def schedule_type(cls, config: SwapOptimizerConfig) -> type[Schedule[TensorT, EventT]]:

@@ -197,12 +197,15 @@ def choose_accelerator(name: str) -> Accelerator:
     is_real = found is not None and found.type != "simulated"
     if name == "simulated" or (name == "auto" and not is_real):
         return SimulatedAccelerator()
-    if not is_real or found is None:
+    real = found.type if found is not None and is_real else ""
+    count = torch.accelerator.device_count() if real else 0
+    devices = [f"{real}:{index}" for index in range(count)]
+    if name in ("auto", real):
+        name = f"{real}:0"
+    if name not in devices:
+        is_there = "an accelerator" if devices else "no accelerator"
         raise RuntimeError(
-            f"device {name!r} is asked for, and torch finds no accelerator here; "
-            "'simulated' works without one"
+            f"device {name!r} is asked for, and torch finds {is_there} here; there is "
+            f"{', '.join([*devices, 'simulated'])}"
         )
-    device = torch.device(found.type) if name == "auto" else torch.device(name)
-    if device.type != found.type:
-        raise RuntimeError(f"device {name!r} is asked for; the accelerator here is {found.type!r}")
-    return RealAccelerator(torch.device(device.type, device.index or 0))
+    return RealAccelerator(torch.device(name))

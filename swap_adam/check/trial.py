@@ -63,7 +63,7 @@ def pin(nbytes: int, device: torch.device) -> list[str]:
     Raises:
         RuntimeError: the device's runtime cannot pin this much.
     """
-    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     found = [] if host.is_pinned() else ["pin_memory=True gave memory that is not pinned"]
     host[::4096] = 7
     on_device = host.to(device, non_blocking=True)

@@ -170,15 +170,17 @@ def choose_accelerator(name: str, link: str) -> Accelerator:
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = "simulated" if found is None else f"{found.type}:{found.index or 0}"
-    # torch.device() does not know this name before the device is enabled.
-    if name.partition(":")[0] == "simulated":
+    if name in ("simulated", "simulated:0"):
         return SimulatedAccelerator(link)
-    device = torch.device(name)
     there = torch.accelerator.current_accelerator(check_available=True)
-    if there is None or there.type != device.type:
+    real = "" if there is None or there.type == "simulated" else there.type
+    count = torch.accelerator.device_count() if real else 0
+    devices = [f"{real}:{index}" for index in range(count)]
+    if name not in (*devices, real or None):
         is_there = "no accelerator" if there is None else f"the accelerator {there.type!r}"
         raise RuntimeError(
-            f"device {name!r} is asked for, and torch finds {is_there} here; "
-            "'simulated' works without one"
+            f"device {name!r} is asked for, and torch finds {is_there} here; there is "
+            f"{', '.join([*devices, 'simulated'])}"
         )
+    device = torch.device(name)
     return RealAccelerator(torch.device(device.type, device.index or 0))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swap_adam.backend import StreamRole
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, as_config
 from swap_adam.forecast.counting import CountingBackend
 from swap_adam.forecast.optimizer import CountedAdamW, Implementation
 from swap_adam.forecast.params import ParamSpec
@@ -55,7 +55,7 @@ class Forecast:
 
 def forecast(
     params: Sequence[ParamSpec],
-    config: SwapOptimizerConfig | None = None,
+    config: Configuration | None = None,
     *,
     amsgrad: bool = False,
     implementation: Implementation = "foreach",
@@ -66,7 +66,7 @@ def forecast(
     Raises:
         ValueError: no parameters, no links, or a configuration that does not fit.
     """
-    config = SwapOptimizerConfig() if config is None else config
+    config = as_config(config)
     if not params:
         raise ValueError("params must not be empty")
     if not links:

@@ -8,7 +8,7 @@ import mindspore
 from mindspore import Parameter, Tensor, nn
 from mindspore.common.sparse_tensor import RowTensorInner
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, explains_keywords
 from swap_adam.mindspore.optimizer import MindSporeSwapMixin
 from swap_adam.mindspore.state import MindSporeUnit, shadowed
 from swap_adam.slot import UpdateUnit
@@ -28,6 +28,7 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
     state_attributes = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "vhat"}
     original = nn.Adam
 
+    @explains_keywords
     def __init__(
         self,
         params: Any,
@@ -41,7 +42,7 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
         loss_scale: float = 1.0,
         use_amsgrad: bool = False,
         *,
-        swap_config: SwapOptimizerConfig | None = None,
+        swap_config: Configuration | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(

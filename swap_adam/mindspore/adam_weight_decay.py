@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 # The original's construct calls these two; there is no method of it that updates a subset.
 from mindspore.nn.optim.adam import _adam_opt, _fused_adam_weight_decay
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, explains_keywords
 from swap_adam.mindspore.optimizer import MindSporeSwapMixin
 from swap_adam.mindspore.state import MindSporeUnit
 from swap_adam.slot import UpdateUnit
@@ -33,6 +33,7 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
     state_attributes = {"exp_avg": "moments1", "exp_avg_sq": "moments2"}
     original = nn.AdamWeightDecay
 
+    @explains_keywords
     def __init__(
         self,
         params: Any,
@@ -42,7 +43,7 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
         eps: float = 1e-6,
         weight_decay: Any = 0.0,
         *,
-        swap_config: SwapOptimizerConfig | None = None,
+        swap_config: Configuration | None = None,
     ) -> None:
         super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay)
         self.attach(swap_config)

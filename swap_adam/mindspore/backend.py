@@ -143,9 +143,9 @@ class AscendBackend:
         except (RuntimeError, MemoryError) as error:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             raise MemoryError(
-                f"cannot pin {nbytes} bytes of host memory for optimizer states "
-                f"({free} bytes of host memory are free): {error}. Free host memory, or swap less "
-                "(state_keys, min_numel)."
+                f"cannot pin {nbytes} bytes of host memory for optimizer states: {error}. "
+                f"{free} bytes of host memory are free; if that is too little, free some or swap "
+                "less (state_keys, min_numel)."
             ) from error
         if memory.ctypes.data != slab.data_ptr():
             raise RuntimeError(

@@ -7,7 +7,8 @@ from typing import TypeVar, cast
 from mindspore import nn
 from mindspore.graph.api import _cell_graph_executor
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, SwapOptimizerConfig, as_config, describe_difference
+from swap_adam.convert import remedy_for
 from swap_adam.mindspore.adam import SwapMSAdam
 from swap_adam.mindspore.adam_weight_decay import SwapAdamWeightDecay
 from swap_adam.mindspore.optimizer import MindSporeSwapMixin
@@ -48,20 +49,21 @@ def validate(
     target.refuse(optimizer, config)
 
 
-def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = None) -> OptimizerT:
+def swap_optimizer(optimizer: OptimizerT, config: Configuration | None = None) -> OptimizerT:
     """See :func:`swap_adam.swap_optimizer`. Returns with the states on the host."""
     if isinstance(optimizer, MindSporeSwapMixin):
-        if config is not None and config != optimizer.swap_config:
+        wanted = optimizer.swap_config if config is None else as_config(config)
+        if wanted != optimizer.swap_config:
+            has, asked = describe_difference(optimizer.swap_config, wanted)
             raise ValueError(
-                f"this optimizer is already a {type(optimizer).__name__} with "
-                f"{optimizer.swap_config}, asked for {config}; call unswap_optimizer() first to "
-                "change the configuration"
+                f"this optimizer is already a {type(optimizer).__name__} with {has}, asked for "
+                f"{asked}; call unswap_optimizer() first to change the configuration"
             )
         return optimizer
     target = matches(optimizer)
     if target is None:
         raise _unsupported(optimizer)
-    config = SwapOptimizerConfig() if config is None else config
+    config = as_config(config)
     validate(optimizer, target, config)
     original = type(optimizer)
     swapped = cast(MindSporeSwapMixin, optimizer)
@@ -122,5 +124,6 @@ def _unsupported(optimizer: object) -> TypeError:
     if any(isinstance(optimizer, cls) for cls in originals):
         remedy = "derive your class from SwapMSAdam, SwapAdamWeightDecay or SwapMFAdamW instead"
     else:
-        remedy = "other optimizers are not swapped"
+        remedy = "" if is_optimizer(optimizer) else remedy_for(optimizer)
+        remedy = remedy or "other optimizers are not swapped"
     return TypeError(f"cannot convert a {name}; supported are exactly: {supported}; {remedy}")

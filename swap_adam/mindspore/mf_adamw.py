@@ -7,7 +7,7 @@ from typing import Any
 from mindformers.pynative.optimizer.adamw import AdamW
 from mindspore import Tensor
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, explains_keywords
 from swap_adam.mindspore.optimizer import MindSporeSwapMixin
 from swap_adam.mindspore.state import MindSporeUnit, shadowed
 from swap_adam.slot import UpdateUnit
@@ -44,6 +44,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
     takes_views = True
     original = AdamW
 
+    @explains_keywords
     def __init__(
         self,
         params: Any,
@@ -55,12 +56,14 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         enable_fused_opt: bool = False,
         use_fused: bool = False,
         *,
-        swap_config: SwapOptimizerConfig | None = None,
-        **kwargs: Any,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        swap_config: Configuration | None = None,
     ) -> None:
+        # The original takes any keyword and reads these two.
         super().__init__(
             params, learning_rate, betas, eps, weight_decay, enable_cpu_offload,
-            enable_fused_opt, use_fused, **kwargs,
+            enable_fused_opt, use_fused, amsgrad=amsgrad, maximize=maximize,
         )
         self.attach(swap_config)
 

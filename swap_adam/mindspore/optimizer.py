@@ -12,7 +12,7 @@ import mindspore
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor
 from mindspore.common.sparse_tensor import RowTensorInner
 
-from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
+from swap_adam.config import STATE_KEYS, Configuration, SwapOptimizerConfig, as_config
 from swap_adam.device import DeviceSwap
 from swap_adam.mindspore.backend import (
     MindSporeBackend,
@@ -248,14 +248,15 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
     # Life
 
-    def attach(self, config: SwapOptimizerConfig | None) -> None:
+    def attach(self, config: Configuration | None) -> None:
         """Move the states out: called at the end of the constructor, or by the conversion.
 
         Raises:
             ValueError: the optimizer's options, or the configuration, cannot be honoured.
+            TypeError: ``config`` is no configuration.
             MemoryError: not enough pinned memory; nothing has changed.
         """
-        config = SwapOptimizerConfig() if config is None else config
+        config = as_config(config)
         self.refuse(self, config)
         with _one_thread:
             self._attach(config)
@@ -290,11 +291,8 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
 
         Raises:
             ValueError: naming what, and what to do instead.
-            TypeError: ``config`` is no configuration.
         """
         name = cls.original.__name__
-        if not isinstance(config, SwapOptimizerConfig):
-            raise TypeError(f"swap_config must be a SwapOptimizerConfig or None, got {config!r}")
         if mindspore.get_context("mode") != mindspore.PYNATIVE_MODE:
             raise ValueError(
                 "mode=GRAPH_MODE is not supported: a compiled graph cannot move states between "

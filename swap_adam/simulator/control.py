@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Literal
 
+from swap_adam.errors import require
 from swap_adam.simulator import native
 from swap_adam.simulator.costs import LINKS, Costs
 from swap_adam.simulator.records import Counters
@@ -37,6 +38,7 @@ def enable(device_count: int | None = None) -> None:
     count = 2 if device_count is None else device_count
     if not 1 <= count <= 64:
         raise ValueError(f"device_count={count}: 1 to 64 are allowed")
+    require("torch", extra="torch")
     import torch
 
     from torch.utils.backend_registration import (

@@ -4,8 +4,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swap_adam.config import SwapOptimizerConfig
-from swap_adam.torch.adam import SwapAdam, SwapAdamW
-from swap_adam.torch.convert import swap_optimizer, unswap_optimizer
+from swap_adam.errors import require
+
+require("torch", extra="torch")
+
+from swap_adam.torch.adam import SwapAdam, SwapAdamW  # noqa: E402
+from swap_adam.torch.convert import swap_optimizer, unswap_optimizer  # noqa: E402
 
 if TYPE_CHECKING:
     from swap_adam.torch.hyper_adamw import SwapHyperAdamW as SwapHyperAdamW

@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, align
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, explains_keywords
 from swap_adam.slot import UpdateUnit
 from swap_adam.temporaries import (
     Temporaries,
@@ -266,6 +266,7 @@ class SwapAdam(AdamSwapMixin, Adam):
     original = Adam
     refused = {**REFUSED, "fused": "fused=None, or AdamW with fused=True"}
 
+    @explains_keywords
     def __init__(
         self,
         params: ParamsT,
@@ -281,7 +282,7 @@ class SwapAdam(AdamSwapMixin, Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        swap_config: SwapOptimizerConfig | None = None,
+        swap_config: Configuration | None = None,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, maximize=maximize,
@@ -304,6 +305,7 @@ class SwapAdamW(AdamSwapMixin, AdamW):
     original = AdamW
     refused = REFUSED
 
+    @explains_keywords
     def __init__(
         self,
         params: ParamsT,
@@ -318,7 +320,7 @@ class SwapAdamW(AdamSwapMixin, AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        swap_config: SwapOptimizerConfig | None = None,
+        swap_config: Configuration | None = None,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach,

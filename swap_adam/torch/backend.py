@@ -24,6 +24,10 @@ from swap_adam.slot import SwapSlot
 # passes by. Unlike torch.compiler.disable it imports the compiler only when it is called.
 outside_graphs = _disable_dynamo
 
+# A decorator for what makes tensors that last: made within inference mode, they could not be
+# written after it.
+as_normal_tensors = torch.inference_mode(False)
+
 
 def storage_use_count(tensor: Tensor) -> int:
     """How many owners the storage of ``tensor`` has, this call's own handles included."""
@@ -34,7 +38,7 @@ def storage_use_count(tensor: Tensor) -> int:
 
 
 # A tensor that nobody shares: its own implementation and the handle made to look.
-SOLE_OWNER = storage_use_count(torch.empty(1))
+SOLE_OWNER = storage_use_count(torch.empty(1, device="cpu"))
 
 
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
@@ -74,17 +78,19 @@ class TorchBackend:
 
     # Host memory
 
+    @as_normal_tensors
     def allocate_slab(self, nbytes: int) -> Tensor:
         try:
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (RuntimeError, MemoryError) as error:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             raise MemoryError(
-                f"cannot pin {nbytes} bytes of host memory for optimizer states "
-                f"({free} bytes of host memory are free): {error}. Free host memory, raise the "
-                "limit of locked memory, or swap less (state_keys, min_numel)."
+                f"cannot pin {nbytes} bytes of host memory for optimizer states: {error}. "
+                f"{free} bytes of host memory are free; if that is too little, or the limit of "
+                "locked memory, free some, raise it, or swap less (state_keys, min_numel)."
             ) from error
 
+    @as_normal_tensors
     def host_tensor(self, slab: Tensor, slot: SwapSlot[Tensor]) -> Tensor:
         # A view of the slab would be saved with the whole slab. A tensor over a part of its
         # memory has a storage of exactly its own size, and `memory` keeps the slab alive.
@@ -115,6 +121,7 @@ class TorchBackend:
 
     # Device memory
 
+    @as_normal_tensors
     def make_buffer(self, nbytes: int) -> Tensor:
         self._acquired_on = self._stream(StreamRole.COMPUTE)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -134,6 +141,7 @@ class TorchBackend:
         if nbytes:
             torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    @as_normal_tensors
     def device_view(
         self, buffer: Tensor, offset_nbytes: int, slot: SwapSlot[Tensor],
         start_numel: int, numel: int,

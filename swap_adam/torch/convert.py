@@ -9,7 +9,8 @@ from typing import TypeVar, cast
 
 from torch.optim import Optimizer
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, SwapOptimizerConfig, as_config, describe_difference
+from swap_adam.convert import remedy_for
 from swap_adam.torch.adam import SwapAdam, SwapAdamW
 from swap_adam.torch.optimizer import TorchSwapMixin
 from swap_adam.torch.swap import TorchSwap
@@ -59,7 +60,7 @@ def validate(
         )
 
 
-def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = None) -> OptimizerT:
+def swap_optimizer(optimizer: OptimizerT, config: Configuration | None = None) -> OptimizerT:
     """See :func:`swap_adam.swap_optimizer`.
 
     States on a device are copied out by blocking copies; their device memory is free on return.
@@ -67,11 +68,12 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
     if isinstance(optimizer, TorchSwapMixin):
         if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
             raise _unsupported(optimizer)  # it only looks like the optimizer that it wraps
-        if config is not None and config != optimizer.swap_config:
+        wanted = optimizer.swap_config if config is None else as_config(config)
+        if wanted != optimizer.swap_config:
+            has, asked = describe_difference(optimizer.swap_config, wanted)
             raise ValueError(
-                f"this optimizer is already a {type(optimizer).__name__} with "
-                f"{optimizer.swap_config}, asked for {config}; call unswap_optimizer() first to "
-                "change the configuration"
+                f"this optimizer is already a {type(optimizer).__name__} with {has}, asked for "
+                f"{asked}; call unswap_optimizer() first to change the configuration"
             )
         return optimizer
     if not isinstance(optimizer, Optimizer):
@@ -79,7 +81,7 @@ def swap_optimizer(optimizer: OptimizerT, config: SwapOptimizerConfig | None = N
     target = matches(optimizer)
     if target is None:
         raise _unsupported(optimizer)
-    config = SwapOptimizerConfig() if config is None else config
+    config = as_config(config)
     validate(optimizer, target, config)
     original = type(optimizer)
     swapped = cast(TorchSwapMixin, optimizer)
@@ -132,12 +134,10 @@ def _forget(optimizer: TorchSwapMixin, original: type[Optimizer]) -> None:
 def _unsupported(optimizer: object) -> TypeError:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     supported = ", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in _swap_classes())
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        remedy = "it wraps an optimizer: convert that one, its attribute `optimizer`"
-    elif any(isinstance(optimizer, cls) for cls in _swap_classes()):
+    if any(isinstance(optimizer, cls) for cls in _swap_classes()):
         remedy = "derive your class from SwapAdam, SwapAdamW or SwapHyperAdamW instead"
     else:
-        remedy = "other optimizers are not swapped"
+        remedy = remedy_for(optimizer) or "other optimizers are not swapped"
     return TypeError(f"cannot convert a {name}; supported are exactly: {supported}; {remedy}")
 
 

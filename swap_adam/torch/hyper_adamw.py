@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, explains_keywords
 from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import TorchSwapMixin
@@ -208,6 +208,7 @@ class HyperAdamWSwapMixin(TorchSwapMixin):
 
     refused: ClassVar[Mapping[str, str]] = {}  # its groups have no flags
 
+    @explains_keywords
     def __init__(
         self,
         params: ParamsT,
@@ -218,7 +219,7 @@ class HyperAdamWSwapMixin(TorchSwapMixin):
         amsgrad: bool = False,
         maximize: bool = False,
         *,
-        swap_config: SwapOptimizerConfig | None = None,
+        swap_config: Configuration | None = None,
     ) -> None:
         options: dict[str, Any] = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,

@@ -118,6 +118,7 @@ class Loading:
                 slot.param_state = unit.param_state
                 slot.publish()
         self._swap.replace_units([unit for unit, _ in self._incoming])
+        self._swap.shown.forget()
         self.is_done = True
 
     def undo(self) -> None:

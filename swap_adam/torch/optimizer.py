@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swap_adam.config import SwapOptimizerConfig
+from swap_adam.config import Configuration, SwapOptimizerConfig, as_config
 from swap_adam.device import DeviceReport
 from swap_adam.mixin import SwapPipelineMixin
 from swap_adam.slot import UpdateUnit
@@ -59,13 +59,14 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
 
     # Life
 
-    def init_swap(self, config: SwapOptimizerConfig | None) -> None:
+    def init_swap(self, config: Configuration | None) -> None:
         """Own a machine: called by the constructor, or by the conversion.
 
         Raises:
             ValueError: the configuration, or a group's flags, cannot be honoured.
+            TypeError: ``config`` is no configuration.
         """
-        config = SwapOptimizerConfig() if config is None else config
+        config = as_config(config)
         groups = self.__dict__.get("param_groups", [])  # none yet when unpickling
         self.refuse(config, groups)
         self._swap = TorchSwap(
@@ -79,8 +80,6 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     @classmethod
     def refuse(cls, config: SwapOptimizerConfig, groups: Iterable[ParamGroup]) -> None:
         """Raise for a configuration, or groups, that this optimizer cannot honour."""
-        if not isinstance(config, SwapOptimizerConfig):
-            raise TypeError(f"swap_config must be a SwapOptimizerConfig or None, got {config!r}")
         groups = list(groups)
         if config.include_master_params:
             raise ValueError(
@@ -234,6 +233,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if "_swap" in self.__dict__:
             with self._swap.guard.reading("reading the optimizer's states"):
                 self._swap.wait_landed()
+                self._swap.shown.write_back()
                 self._swap.check_held = True
         try:
             states: defaultdict[Tensor, ParamState] = self.__dict__["state"]
@@ -248,11 +248,12 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             self._swap.check_held = True  # whoever sets it holds it
 
     def state_dict(self) -> StateDict:
-        """The original's state dict, its swapped tensors on the host.
+        """The original's state dict, all its moments on the host.
 
-        Waits on the host for copies in flight; allocates no memory and causes no device traffic.
+        Waits on the host for copies in flight. Swapped states are shown where they are: nothing
+        is allocated or moved for them; what stays on the device is copied to the host.
         What is in it stays as it is now: what is still held when a later step writes keeps its
-        bytes, and the step uses fresh ones.
+        bytes, and the step uses fresh ones. Until then, in-place edits of it count.
 
         Raises:
             RuntimeError: parameters are half updated by an earlier fault, or from inside a step.
@@ -264,7 +265,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             # The entries of the original's dict are live, so they would show later tensors.
             if isinstance(states.get("state"), dict):  # a hook may have made something else of it
                 states["state"] = {
-                    key: dict(value) if isinstance(value, dict) else value
+                    key: self._swap.shown.show(value) if isinstance(value, dict) else value
                     for key, value in states["state"].items()
                 }
         return states

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.optim.optimizer import (
     _default_to_fused_or_foreach,
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swap_adam.config import STATE_KEYS, SwapOptimizerConfig
 from swap_adam.slot import SwapSlot, UpdateUnit
-from swap_adam.torch.backend import SOLE_OWNER, storage_use_count
+from swap_adam.torch.backend import SOLE_OWNER, as_normal_tensors, storage_use_count
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,6 +40,7 @@ class TorchSlot(SwapSlot[Tensor]):
         shown = self.logical_tensor
         return shown is not None and local(shown).data_ptr() != self.address
 
+    @as_normal_tensors
     def publish(self) -> None:
         """Show the host tensor in the optimizer's state."""
         assert self.cpu_tensor is not None
@@ -193,6 +195,7 @@ def may_swap(param: Tensor, name: str, config: SwapOptimizerConfig) -> bool:
         and part.device.type not in ("cpu", "meta")
         and part.layout is torch.strided
         and not is_traceable_wrapper_subclass(part)
+        and not isinstance(part, FakeTensor)  # a shape without memory, whatever its device
         and part.numel() >= max(config.min_numel, 1)
     )
 

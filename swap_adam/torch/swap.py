@@ -18,9 +18,10 @@ from swap_adam.device import DeviceReport, DeviceSwap
 from swap_adam.schedule import Schedule
 from swap_adam.slot import Residency, SwapSlot
 from swap_adam.swap import Swap
-from swap_adam.torch.backend import TorchBackend, slab_pool
+from swap_adam.torch.backend import TorchBackend, as_normal_tensors, slab_pool
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.resident import Candidate, ResidentStates
+from swap_adam.torch.shown import ShownCopies
 from swap_adam.torch.state import (
     ParamState,
     TorchSlot,
@@ -90,6 +91,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         self.units: dict[Tensor, TorchUnit] = {}
         self.resident = ResidentStates(config.resident_nbytes)
         self.prefetch_hook: PrefetchHook | None = None
+        self.shown = ShownCopies()
         # By param_index, what the states of a torn parameter were when it was torn.
         self._torn_states: dict[int, TornState] = {}
 
@@ -130,6 +132,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         stale: list[TorchUnit] = []
         moved = False
         if self.check_held:
+            self.shown.release()
             for registered in self.units.values():
                 registered.note_edits()
         param_index = -1
@@ -230,6 +233,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
                     ))
         self._adopt(units, groups)
 
+    @as_normal_tensors
     def bring_back(self, states: States) -> None:
         """Put every swapped state back on its parameter's device, laid out as it was.
 
@@ -237,6 +241,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
             torch.OutOfMemoryError: they do not fit; nothing has changed.
         """
         self.wait_landed()
+        self.shown.release()
         made: dict[tuple[int, str], tuple[ParamState, Tensor]] = {}
         for unit in self.units.values():
             for slot in unit.slots:
@@ -259,6 +264,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         for (_, name), (param_state, value) in made.items():
             param_state[name] = value
 
+    @as_normal_tensors
     def _adopt(self, units: Sequence[TorchUnit], groups: Sequence[ParamGroup]) -> None:
         """Register ``units``: make the states that are missing, move out those that are there.
 
@@ -474,6 +480,7 @@ class TorchSwap(Swap[Tensor, torch.Event]):
         """Whether somebody holds what the optimizer shows for ``slot``."""
         return self.devices[slot.device].backend.is_held_elsewhere(slot)
 
+    @as_normal_tensors
     def _detach_held(self, units: Iterable[TorchUnit]) -> None:
         """Held counters and small states become snapshots, like the moments: DeviceSwap.settle.
 

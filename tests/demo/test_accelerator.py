@@ -24,6 +24,7 @@ def test_without_a_real_one_it_is_the_simulated_one(name: str) -> None:
 def test_a_real_one_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.device("cuda", 3)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: real)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a {device}")
     accelerator = choose_accelerator("auto", "pcie4")
     assert isinstance(accelerator, RealAccelerator)

@@ -48,6 +48,21 @@ def test_states_that_stay_on_the_device_fail(
     assert "not on the host" in capsys.readouterr().out
 
 
-def test_no_such_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--device", "cuda"]) == 2
-    assert "'cuda' is asked for" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["cuda", "foo", "cuda:7", "cpu", "simulated:9"])
+def test_a_device_that_is_not_there_is_told_which_are(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--device", name]) == 2
+    error = capsys.readouterr().err
+    assert f"{name!r} is asked for" in error and error.endswith("there is simulated\n")
+
+
+def test_a_device_beyond_the_last_one_is_told_which_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert main(["check", "--device", "cuda:2"]) == 2
+    assert "there is cuda:0, cuda:1, simulated\n" in capsys.readouterr().err

@@ -88,3 +88,79 @@ def test_mindspore_half_imports_without_torch_and_mindformers():
         absent={"hyper_parallel", "mindformers", "torch", "torch_npu"},
         unwanted={"swap_adam.simulator", "swap_adam.torch"},
     )
+
+
+@pytest.mark.parametrize(
+    "module, package, extra",
+    [
+        ("swap_adam.torch", "torch", "torch"),
+        ("swap_adam.torch.adam", "torch", "torch"),
+        ("swap_adam.mindspore", "mindspore", "mindspore"),
+    ],
+)
+def test_a_half_without_its_framework_names_the_extra(module, package, extra):
+    run(
+        "try:\n"
+        f"    import {module}\n"
+        "except ModuleNotFoundError as error:\n"
+        f"    assert error.name == {package!r}\n"
+        f"    assert 'pip install \"swap_adam[{extra}]\"' in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('imported')",
+        absent=FRAMEWORKS,
+    )
+
+
+@needs("mindspore")
+def test_the_mindformers_class_without_mindformers_names_the_extra():
+    run(
+        "try:\n"
+        "    from swap_adam.mindspore import SwapMFAdamW\n"
+        "except ModuleNotFoundError as error:\n"
+        "    assert 'pip install \"swap_adam[mindformers]\"' in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('imported')",
+        absent={"mindformers"},
+    )
+
+
+def test_the_simulator_without_torch_names_the_extra():
+    run(
+        "import swap_adam.simulator\n"
+        "try:\n"
+        "    swap_adam.simulator.enable()\n"
+        "except ModuleNotFoundError as error:\n"
+        "    assert 'pip install \"swap_adam[torch]\"' in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('enabled')",
+        absent={"torch"},
+    )
+
+
+@pytest.mark.parametrize(
+    "name, half",
+    [
+        ("SwapAdam", "torch"), ("SwapAdamW", "torch"), ("SwapHyperAdamW", "torch"),
+        ("SwapMSAdam", "mindspore"), ("SwapAdamWeightDecay", "mindspore"),
+        ("SwapMFAdamW", "mindspore"),
+    ],
+)
+def test_importing_a_class_from_the_package_prints_where_it_is(name, half):
+    program = f"from swap_adam import {name}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        f"ImportError: {name} is in swap_adam.{half}: from swap_adam.{half} import {name}"
+    )
+
+
+@needs("torch")
+@needs("mindspore")
+def test_every_swap_class_is_known_to_the_package():
+    for half in ("torch", "mindspore"):
+        run(
+            f"import swap_adam, swap_adam.{half} as half\n"
+            "for name in half.__all__:\n"
+            "    if name not in swap_adam.__all__:\n"
+            f"        assert swap_adam._HALF_OF_CLASS[name] == {half!r}, name"
+        )

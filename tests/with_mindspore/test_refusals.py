@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.common.sparse_tensor import RowTensorInner
+from mindspore.train import Model
 from ms_mindformers import AdamW, mf_case
 from ms_training import (
     ADAM_CASES,
@@ -190,9 +191,79 @@ def test_a_subclass_of_a_swap_class_swaps_and_cannot_be_undone(
         unswap_optimizer(make_optimizer(ADAM))
 
 
-def test_a_swap_config_of_another_type_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a SwapOptimizerConfig or None, got {}"):
-        SwapAdamWeightDecay(make_params(), swap_config={})
+ENTRANCES: dict[str, Callable[[Any], Any]] = {
+    "SwapMSAdam": lambda config: SwapMSAdam(make_params(), swap_config=config),
+    "SwapAdamWeightDecay": lambda config: SwapAdamWeightDecay(make_params(), swap_config=config),
+    "SwapMFAdamW": lambda config: SwapMFAdamW(make_params(), swap_config=config),
+    "swap_optimizer": lambda config: swap_optimizer(nn.Adam(make_params()), config),
+}
+each_entrance = pytest.mark.parametrize("enter", ENTRANCES.values(), ids=ENTRANCES)
+
+
+@each_entrance
+def test_a_mapping_of_the_fields_is_a_configuration(enter: Callable[[Any], Any]) -> None:
+    optimizer = enter({"swap_times": 3, "state_keys": ["exp_avg"]})
+    assert optimizer.swap_config == SwapOptimizerConfig(swap_times=3, state_keys=("exp_avg",))
+    assert enter({}).swap_config == SwapOptimizerConfig()
+
+
+@each_entrance
+@pytest.mark.parametrize("config, error, told", [
+    ({"swap_time": 3}, TypeError, "unknown fields 'swap_time'; allowed are: swap_times"),
+    ({"swap_times": 0}, ValueError, "swap_times must be >= 1, got 0"),
+    (3, TypeError, "must be a SwapOptimizerConfig, a mapping of its fields or None, got 3"),
+], ids=str)
+def test_something_else_as_configuration_is_an_error(
+    enter: Callable[[Any], Any], config: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        enter(config)
+
+
+@pytest.mark.parametrize("swap_class, error", [
+    (SwapMSAdam, KeyError), (SwapAdamWeightDecay, TypeError), (SwapMFAdamW, TypeError),
+])
+def test_an_unknown_keyword_is_an_error_in_every_class(
+    swap_class: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(TypeError, match=r"swap_config=SwapOptimizerConfig\(swap_times=4\)"):
+        swap_class(make_params(), swap_times=4)
+    with pytest.raises(TypeError, match="the argument swap_config, not config"):
+        swap_class(make_params(), config={})
+    with pytest.raises(error, match="foo"):
+        swap_class(make_params(), foo=1)
+
+
+def test_mindformers_adamw_keeps_its_two_hidden_keywords() -> None:
+    for ours in (AdamW, SwapMFAdamW):
+        optimizer = ours(make_params(), use_fused=True, amsgrad=True, maximize=True)
+        assert optimizer.amsgrad is True and optimizer.maximize is True
+
+
+def test_setting_the_configuration_names_the_calls_that_change_it() -> None:
+    optimizer = SwapMSAdam(make_params(), swap_config={"swap_times": 3})
+    with pytest.raises(AttributeError, match=r"unswap_optimizer\(optimizer\), then swap_optim"):
+        optimizer.swap_config = SwapOptimizerConfig()
+    assert optimizer.swap_config.swap_times == 3
+    unswap_optimizer(optimizer)
+    swap_optimizer(optimizer, {"swap_times": 5})
+    assert optimizer.swap_config.swap_times == 5
+    with pytest.raises(ValueError, match="with swap_times=5, asked for swap_times=6; call"):
+        swap_optimizer(optimizer, {"swap_times": 6})
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda net, optimizer: Model(net, nn.MSELoss(), optimizer), "the optimizer that it is given"),
+    (lambda net, optimizer: net, "it is a model: convert the optimizer that was made of"),
+    (lambda net, optimizer: nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer),
+     "its attribute `optimizer`"),
+], ids=["Model", "network", "TrainOneStepCell"])
+def test_what_runs_an_optimizer_is_told_what_to_convert(
+    make: Callable[[Any, Any], Any], told: str
+) -> None:
+    net = nn.Dense(2, 2)
+    with pytest.raises(TypeError, match=f"exactly: mindspore.nn.Adam, .*torch.optim.Adam.*{told}"):
+        swap_optimizer(make(net, nn.Adam(net.trainable_params())))
 
 
 def test_prefetch_is_refused_since_states_may_be_written_unnoticed(

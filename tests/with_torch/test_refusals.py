@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+from collections import UserDict
 from collections.abc import Callable
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +20,9 @@ from training import (
     noise, on_device, params_of, snapshot, train,
 )
 
+import swap_adam.torch
 from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
-from swap_adam.torch import SwapAdam, SwapAdamW
+from swap_adam.torch import SwapAdam, SwapAdamW, SwapHyperAdamW
 
 # (class, flag, what the message offers instead)
 FLAGS = [
@@ -254,7 +261,8 @@ def test_a_patched_step_that_cannot_be_carried_over_is_refused_with_a_remedy() -
     [
         ({"swap_times": 0}, ValueError, "swap_times must be >= 1, got 0"),
         ({"swap_times": -3}, ValueError, "swap_times must be >= 1, got -3"),
-        ({"swap_times": 2.0}, TypeError, "swap_times must be an int, got 2.0"),
+        ({"swap_times": 2.5}, TypeError, "swap_times must be an int, got 2.5"),
+        ({"swap_times": 0.0}, ValueError, "swap_times must be >= 1, got 0"),
         ({"swap_times": True}, TypeError, "swap_times must be an int, got True"),
         ({"min_numel": -1}, ValueError, "min_numel must be >= 0, got -1"),
         ({"min_numel": None}, TypeError, "min_numel must be an int, got None"),
@@ -273,7 +281,9 @@ def test_a_patched_step_that_cannot_be_carried_over_is_refused_with_a_remedy() -
         ({"staging_nbytes": 1000}, ValueError, "staging_nbytes=1000 needs swap_times=.auto."),
         ({"swap_times": "auto", "staging_nbytes": 0}, ValueError, "staging_nbytes must be >= 1"),
         ({"resident_nbytes": -1}, ValueError, "resident_nbytes must be >= 0, got -1"),
-        ({"resident_nbytes": 1e9}, TypeError, "resident_nbytes must be an int"),
+        ({"resident_nbytes": 0.5}, TypeError, "resident_nbytes must be an int"),
+        ({"resident_nbytes": float("inf")}, TypeError, "resident_nbytes must be an int"),
+        ({"resident_nbytes": "12e9"}, TypeError, "got '12e9'; in a yaml file write the digits"),
         ({"keep_staging": 1}, TypeError, "keep_staging must be True or False"),
         ({"drain_in_step": "no"}, TypeError, "drain_in_step must be True or False"),
         ({"prefetch_in_backward": None}, TypeError, "prefetch_in_backward must be True or False"),
@@ -324,13 +334,117 @@ def test_a_configuration_that_does_not_fit_the_optimizer_is_refused_with_nothing
     assert_unchanged(before, snapshot(optimizer))
 
 
-def test_something_else_as_configuration_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="swap_config must be a SwapOptimizerConfig"):
-        SwapAdamW(make_params(), swap_config={"swap_times": 3})  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["swap_times", "min_numel", "staging_nbytes", "resident_nbytes"])
+@pytest.mark.parametrize("number", [12e9, 12 * 10**9, np.int64(12 * 10**9)], ids=["e", "int", "np"])
+def test_a_whole_number_is_taken_however_it_is_written(field: str, number: Any) -> None:
+    options = {"swap_times": "auto"} if field == "staging_nbytes" else {}
+    value = getattr(SwapOptimizerConfig(**{**options, field: number}), field)
+    assert value == 12 * 10**9 and type(value) is int
+
+
+ENTRANCES: dict[str, Callable[[Any], Any]] = {
+    "SwapAdam": lambda config: SwapAdam(make_params(), swap_config=config),
+    "SwapAdamW": lambda config: SwapAdamW(make_params(), swap_config=config),
+    "SwapHyperAdamW": lambda config: SwapHyperAdamW(make_params(), swap_config=config),
+    "swap_optimizer": lambda config: swap_optimizer(AdamW(make_params()), config),
+    "torch.swap_optimizer": lambda config: swap_adam.torch.swap_optimizer(
+        AdamW(make_params()), config
+    ),
+}
+each_entrance = pytest.mark.parametrize("enter", ENTRANCES.values(), ids=ENTRANCES)
+
+
+@each_entrance
+@pytest.mark.parametrize("kind", [dict, MappingProxyType, UserDict], ids=lambda kind: kind.__name__)
+def test_a_mapping_of_the_fields_is_a_configuration(
+    enter: Callable[[Any], Any], kind: Callable[[Any], Any]
+) -> None:
+    optimizer = enter(kind({"swap_times": 3, "state_keys": ["exp_avg"]}))
+    assert optimizer.swap_config == SwapOptimizerConfig(swap_times=3, state_keys=("exp_avg",))
+    assert swap_optimizer(optimizer, {"state_keys": ["exp_avg"], "swap_times": 3}) is optimizer
+    assert enter({}).swap_config == enter(None).swap_config == SwapOptimizerConfig()
+
+
+@each_entrance
+@pytest.mark.parametrize(
+    "config, error, message",
+    [
+        ({"swap_time": 3, 7: 1}, TypeError, "unknown fields 'swap_time', 7; allowed are: swap_t"),
+        ({"swap_times": 0}, ValueError, "swap_times must be >= 1, got 0"),
+        (3, TypeError, "swap_config must be a SwapOptimizerConfig, a mapping of its fields or "),
+        ("auto", TypeError, "swap_config must be a SwapOptimizerConfig"),
+        ([("swap_times", 3)], TypeError, "swap_config must be a SwapOptimizerConfig"),
+    ],
+    ids=str,
+)
+def test_something_else_as_configuration_is_an_error(
+    enter: Callable[[Any], Any], config: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        enter(config)
+
+
+def test_a_refused_mapping_leaves_the_optimizer_as_it_is() -> None:
     optimizer = AdamW(make_params())
-    with pytest.raises(TypeError, match="swap_config must be a SwapOptimizerConfig"):
-        swap_optimizer(optimizer, {"swap_times": 3})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unknown fields"):
+        swap_optimizer(optimizer, {"swap_time": 3})
     assert type(optimizer) is AdamW
+
+
+@pytest.mark.parametrize("swap_class", [SwapAdam, SwapAdamW, SwapHyperAdamW])
+def test_a_field_as_an_argument_is_told_where_it_belongs(swap_class: Any) -> None:
+    with pytest.raises(TypeError, match=r"swap_config=SwapOptimizerConfig\(swap_times=8\)"):
+        swap_class(make_params(), swap_times=8)
+    with pytest.raises(TypeError, match="the argument swap_config, not config"):
+        swap_class(make_params(), config=SwapOptimizerConfig())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        swap_class(make_params(), learning_rate=8)
+    assert "swap_config" in inspect.signature(swap_class).parameters
+
+
+def test_setting_the_configuration_names_the_calls_that_change_it() -> None:
+    optimizer = SwapAdamW(make_params(), swap_config={"swap_times": 3})
+    remedy = r"unswap_optimizer\(optimizer\), then swap_optimizer\(optimizer, config\)"
+    with pytest.raises(AttributeError, match=remedy):
+        optimizer.swap_config = SwapOptimizerConfig()
+    for same in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert same.swap_config == SwapOptimizerConfig(swap_times=3)
+        with pytest.raises(AttributeError, match=remedy):
+            same.swap_config = None
+    unswap_optimizer(optimizer)
+    swap_optimizer(optimizer, {"swap_times": 5})
+    assert optimizer.swap_config.swap_times == 5
+
+
+def test_converting_again_prints_the_fields_that_differ() -> None:
+    optimizer = SwapAdamW(make_params(), swap_config={"swap_times": 3, "min_numel": 5})
+    with pytest.raises(ValueError) as caught:
+        swap_optimizer(optimizer, {"swap_times": 4, "min_numel": 5})
+    assert "a SwapAdamW with swap_times=3, asked for swap_times=4; call" in str(caught.value)
+
+
+@pytest.mark.parametrize("convert", [swap_optimizer, swap_adam.torch.swap_optimizer])
+@pytest.mark.parametrize(
+    "make, remedy",
+    [
+        (lambda: torch.nn.Linear(2, 2), "it is a model: convert the optimizer that was made of"),
+        (lambda: [AdamW(make_params())], "convert its optimizers one by one"),
+        (lambda: SimpleNamespace(optimizer=AdamW(make_params())), "its attribute `optimizer`"),
+        (lambda: SimpleNamespace(optimizer=None), "convert the optimizer that it is given"),
+        (lambda: AdamW, "make an optimizer of the class"),
+    ],
+    ids=["model", "list", "wrapper", "trainer", "class"],
+)
+def test_what_is_no_optimizer_is_told_what_to_convert(
+    convert: Callable[[Any], Any], make: Callable[[], Any], remedy: str
+) -> None:
+    with pytest.raises(TypeError, match=remedy):
+        convert(make())
+
+
+def test_a_models_own_framework_is_named_first() -> None:
+    with pytest.raises(TypeError, match="supported are exactly: torch.optim.Adam, .* mindspore.nn"):
+        swap_optimizer(torch.nn.Linear(2, 2))
 
 
 def test_amsgrad_in_one_of_two_groups_is_enough_for_its_key() -> None:
