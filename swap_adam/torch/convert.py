@@ -134,7 +134,9 @@ def _forget(optimizer: TorchSwapMixin, original: type[Optimizer]) -> None:
 def _unsupported(optimizer: object) -> TypeError:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     supported = ", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in _swap_classes())
-    if any(isinstance(optimizer, cls) for cls in _swap_classes()):
+    # A wrapper may be a subclass too (Lightning's), made when it wraps.
+    is_wrapper = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+    if not is_wrapper and any(isinstance(optimizer, cls) for cls in _swap_classes()):
         remedy = "derive your class from SwapAdam, SwapAdamW or SwapHyperAdamW instead"
     else:
         remedy = remedy_for(optimizer) or "other optimizers are not swapped"

@@ -226,5 +226,7 @@ def scalars_of(units: Sequence[TorchUnit], name: str) -> list[Tensor]:
             unit.whole.scalar_copies[name] = list(scalar.repeat(unit.pieces_left).unbind())
         if unit.pieces_left:
             scalar = unit.whole.scalar_copies[name][unit.pieces_left - 1]
+        else:
+            unit.whole.scalar_copies.pop(name, None)  # device memory, where the scalar is there
         scalars.append(scalar)
     return scalars
