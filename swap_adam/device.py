@@ -94,7 +94,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
 
     def forget_plan(self) -> None:
         """Make a new plan for the next step: the update needs other temporaries from now on."""
-        self._plan = None
+        self._plan = self._resident = None
 
     def register(
         self, units: Sequence[UpdateUnit[TensorT]], gone: Sequence[UpdateUnit[TensorT]] = ()
@@ -119,7 +119,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.units.extend(units)
         self.units.sort(key=lambda unit: unit.param_index)
         self.store.repack_if_wasteful()
-        self._plan = None
+        self._plan = self._resident = None
         if not self.units:
             self._pipeline.dispose()  # there may be no step here any more
 

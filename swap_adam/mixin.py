@@ -85,7 +85,8 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
 
     def swap_report(self) -> dict[str, DeviceReport]:
         """What is swapped, by device: bytes, batches, and the units that had to stay whole."""
-        with self._swap.guard.reading("swap_report()"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("swap_report()")
             return self._swap.report(self.describe_param)
 
     def prefetch(self) -> None:
@@ -99,6 +100,7 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
             ValueError: the per-tensor pipeline, which has no staging area to fill.
             the framework's out-of-memory error: the staging memory is not there; nothing changed.
         """
-        with self._swap.guard.reading("prefetch()"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("prefetch()")
             self._swap.check_not_torn("prefetch()", self.describe_param)
             self._swap.prefetch()

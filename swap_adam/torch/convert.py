@@ -114,7 +114,8 @@ def unswap_optimizer(optimizer: OptimizerT) -> OptimizerT:
             "to turn it into; construct one and load this optimizer's state_dict()"
         )
     swap = optimizer._swap
-    with swap.guard.reading("unswap_optimizer()"):
+    with swap.guard.lock:
+        swap.guard.check("unswap_optimizer()")
         swap.forget_mended(optimizer.__dict__["state"])
         swap.check_not_torn("unswap_optimizer()", optimizer.describe_param)
         swap.bring_back(optimizer.__dict__["state"])

@@ -119,7 +119,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         if "_swap" not in self.__dict__:  # the original's constructor adds the first ones
             super().add_param_group(param_group)
             return
-        with self._swap.guard.reading("add_param_group()"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("add_param_group()")
             if isinstance(param_group, dict):
                 self.refuse_group({**self.defaults, **param_group})
             super().add_param_group(param_group)
@@ -157,19 +158,27 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
     @outside_graphs
     def _run_step(self) -> None:
         swap = self._swap
-        with swap.guard.stepping():
+        with swap.guard.lock:
+            swap.guard.check("step()")
             try:
+                swap.guard.is_stepping = True
                 swap.forget_mended(states_of(self))
                 swap.run_step(self)
+                self._end_step()
             except BaseException:
                 swap.mark_torn()
+                self._end_step()
                 raise
-            finally:
-                # Gradients belong to the user, who may free them now: no unit keeps one alive.
-                for unit in swap.units.values():
-                    unit.grad = unit.param
-                if swap.prefetch_hook is not None:
-                    swap.prefetch_hook.has_fired = False
+
+    def _end_step(self) -> None:
+        """However it went. Not in a `finally`, where an interrupt would cut it short: what it cuts
+        short in the `try` is done again in the `except`."""
+        # Gradients belong to the user, who may free them now: no unit keeps one alive.
+        for unit in self._swap.units.values():
+            unit.grad = unit.param
+        if self._swap.prefetch_hook is not None:
+            self._swap.prefetch_hook.has_fired = False
+        self._swap.guard.is_stepping = False
 
     def _init_group(self, group: ParamGroup, *_: object) -> bool:
         """The original's ``step`` was bound before the conversion (accelerate keeps it): do ours.
@@ -213,7 +222,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         )
 
     def swap_report(self) -> dict[str, DeviceReport]:
-        with self._swap.guard.reading("swap_report()"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("swap_report()")
             reports = super().swap_report()
             self._swap.report_resident(reports, self.param_groups, self.describe_param)
             return reports
@@ -231,7 +241,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             RuntimeError: from inside a step.
         """
         if "_swap" in self.__dict__:
-            with self._swap.guard.reading("reading the optimizer's states"):
+            with self._swap.guard.lock:
+                self._swap.guard.check("reading the optimizer's states")
                 self._swap.wait_landed()
                 self._swap.shown.write_back()
                 self._swap.check_held = True
@@ -258,7 +269,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         Raises:
             RuntimeError: parameters are half updated by an earlier fault, or from inside a step.
         """
-        with self._swap.guard.reading("state_dict()"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("state_dict()")
             self._swap.forget_mended(states_of(self))
             self._swap.check_not_torn("state_dict()", self.describe_param)
             states: StateDict = super().state_dict()
@@ -281,7 +293,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
             ValueError: the groups do not match, as the original; nothing has changed.
             MemoryError: not enough pinned memory; nothing has changed.
         """
-        with self._swap.guard.reading("load_state_dict()"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("load_state_dict()")
             loading = self._load(state_dict)
         if loading.misfits:
             warnings.warn(
@@ -320,7 +333,8 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         return loading
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._swap.guard.reading("copying or pickling the optimizer"):
+        with self._swap.guard.lock:
+            self._swap.guard.check("copying or pickling the optimizer")
             return {**super().__getstate__(), "swap_config": self.swap_config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
