@@ -64,6 +64,12 @@ test-torch test-simulator test-mindspore test-docs test-oldest: export OMP_NUM_T
 test-torch test-simulator test-mindspore test-docs test-oldest: export MKL_NUM_THREADS := 1
 test-torch test-simulator test-mindspore test-docs test-oldest: export OPENBLAS_NUM_THREADS := 1
 
+# Where a GPU is visible, pinned memory is CUDA's and not the simulated device's.
+test-simulator test-mindspore test-docs: export CUDA_VISIBLE_DEVICES :=
+ifeq ($(strip $(SWAP_ADAM_TEST_DEVICE)),)
+test-torch test-oldest: export CUDA_VISIBLE_DEVICES :=
+endif
+
 PYTEST_OPTIONS = -n $(WORKERS) $(PYTEST_FLAGS)
 PYTEST = .venv/bin/python -m pytest $(PYTEST_OPTIONS)
 

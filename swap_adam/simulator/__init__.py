@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from swap_adam.simulator.control import STRICT as STRICT
+    from swap_adam.simulator.control import capturing as capturing
     from swap_adam.simulator.control import configure as configure
     from swap_adam.simulator.control import counters as counters
     from swap_adam.simulator.control import enable as enable
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
     from swap_adam.simulator.records import trace as trace
 
 __all__ = [
-    "Costs", "Counters", "LINKS", "Operation", "configure", "counters", "enable", "enabled",
-    "max_memory_held", "max_pinned_nbytes", "memory_held", "memory_timeline",
+    "Costs", "Counters", "LINKS", "Operation", "STRICT", "capturing", "configure", "counters",
+    "enable", "enabled", "max_memory_held", "max_pinned_nbytes", "memory_held", "memory_timeline",
     "mindspore_device", "now", "pinned_nbytes", "record_operations", "reset", "reset_clock",
     "reset_counters", "reset_max_pinned_nbytes", "spend", "trace", "violations",
 ]

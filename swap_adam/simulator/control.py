@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from swap_adam.simulator import native
@@ -14,6 +16,16 @@ from swap_adam.simulator.records import Counters
 Races = Literal["raise", "collect", "off"]
 _RACES: dict[str, int] = {"off": 0, "collect": 1, "raise": 2}
 _NAME = "simulated"
+# What real devices do where the simulated one is kinder unless told otherwise: docs/simulator.md.
+STRICT = (
+    "host_cache",  # freed pinned blocks stay pinned, and are handed out as they were
+    "resize_on_current_device",  # a storage that is resized moves to the current device
+    "lazy_statistics",  # only an allocation notices that a recorded stream has passed
+    "late_free_events",  # freed memory is there a moment after what was recorded before
+    "memory_pools",  # what was used for requests of 1 MiB and less is lost to larger ones
+    "no_elapsed_time",  # torch.Event does not tell the time
+    "stream_pool",  # there are 32 streams, handed out in turn
+)
 _device_count = 0
 
 
@@ -24,7 +36,7 @@ def enable(device_count: int | None = None) -> None:
     device count than the first is a ValueError. Call it before the first ``backward()`` of the
     process, whatever that runs on: torch's autograd counts devices once. torch has one slot for a
     device of this kind, so a process in which torch_npu or the like is loaded is refused with a
-    RuntimeError.
+    RuntimeError; so is one that sees a GPU, where all pinned memory is CUDA's.
     """
     global _device_count
     if _device_count:
@@ -51,6 +63,11 @@ def enable(device_count: int | None = None) -> None:
         raise RuntimeError(
             f"torch's slot for an accelerator of one's own is taken by {taken!r} in this process; "
             f"use the simulated accelerator in a process of its own"
+        )
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "a GPU is visible to this process, so that pinned memory would be CUDA's and not the "
+            "simulated accelerator's: set CUDA_VISIBLE_DEVICES= (to nothing) in the environment"
         )
     path = library()
     if taken != _NAME:
@@ -84,6 +101,7 @@ def configure(
     capacity_nbytes: int | None = None,
     pinned_capacity_nbytes: int | None = None,
     trace_spans: int | None = None,
+    strict: bool | Collection[str] | None = None,
 ) -> None:
     """Changes what is given and leaves the rest.
 
@@ -93,7 +111,9 @@ def configure(
       the next operation or wait; "collect" only lists it in ``violations()``; "off" does not look;
     - ``capacity_nbytes``: of each device, checked against ``memory_held``; 0 is no limit;
     - ``pinned_capacity_nbytes``: of the host, 0 is no limit;
-    - ``trace_spans``: how many boxes ``trace()`` keeps, 200,000 at first, the latest.
+    - ``trace_spans``: how many boxes ``trace()`` keeps, 200,000 at first, the latest;
+    - ``strict``: what real devices do and this one does not at first: True for all of ``STRICT``,
+      False for none, or some of the names.
     """
     global _costs
     if link is not None:
@@ -106,6 +126,13 @@ def configure(
         costs = (costs or _costs).with_duplex(duplex)
     if races is not None and races not in _RACES:
         raise ValueError(f"races={races!r}: one of {', '.join(_RACES)} is allowed")
+    if strict is not None:
+        names = STRICT if strict is True else strict or ()
+        unknown = set(names) - set(STRICT)
+        if isinstance(names, str) or unknown:
+            raise ValueError(
+                f"strict={strict!r}: True, False or some of {', '.join(STRICT)} are allowed"
+            )
     for name, value in (
         ("capacity_nbytes", capacity_nbytes),
         ("pinned_capacity_nbytes", pinned_capacity_nbytes),
@@ -136,6 +163,8 @@ def configure(
         native.call("set_pinned_capacity")(pinned_capacity_nbytes)
     if trace_spans is not None:
         native.call("set_trace_capacity")(trace_spans)
+    if strict is not None:
+        native.call("set_strict")(sum(1 << STRICT.index(name) for name in set(names)))
 
 
 def costs() -> Costs:
@@ -154,6 +183,7 @@ def reset() -> None:
         capacity_nbytes=0,
         pinned_capacity_nbytes=0,
         trace_spans=200_000,
+        strict=False,
     )
 
 
@@ -209,7 +239,12 @@ def memory_timeline(device: int = 0) -> list[tuple[float, int]]:
 
 
 def pinned_nbytes() -> int:
-    """Pinned host memory in use; a block counts as the next power of two, as CUDA's does."""
+    """Pinned host memory; a block counts as the next power of two, as CUDA's does.
+
+    With ``strict`` "host_cache" also what nobody uses, until
+    ``torch.accelerator.empty_host_cache()`` or, in an older torch,
+    ``torch.simulated.host_empty_cache()``.
+    """
     return native.integers("pinned")[0]
 
 
@@ -220,6 +255,17 @@ def max_pinned_nbytes() -> int:
 
 def reset_max_pinned_nbytes() -> None:
     native.call("reset_pinned_peak")()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """As while a graph is captured: in the block, waiting for events, streams or the device, and
+    asking for them, is a RuntimeError."""
+    native.call("set_capturing")(True)
+    try:
+        yield
+    finally:
+        native.call("set_capturing")(False)
 
 
 def _report() -> None:

@@ -119,11 +119,19 @@ def Stream(device: _Device = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(torch.device("simulated", _index(device)), priority=priority)
 
 
-def Event(
-    enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-) -> torch.Event:
-    """A new event; ``elapsed_time`` between two with timing is in virtual milliseconds."""
-    return torch.Event("simulated", enable_timing=enable_timing, blocking=blocking)
+class Event(torch.Event):
+    """An event; ``elapsed_time`` between two with timing is in virtual milliseconds.
+
+    It tells the time also where ``torch.Event`` does not (``configure(strict=...)``).
+    """
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
+        return super().__new__(cls, "simulated", enable_timing=enable_timing, blocking=blocking)
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        return native.number("elapsed_ms", self.event_id, end_event.event_id)
 
 
 def current_stream(device: _Device = None) -> torch.Stream:
@@ -218,10 +226,17 @@ def empty_cache() -> None:
     native.call("empty_cache")()
 
 
+def host_empty_cache() -> None:
+    """Gives back the pinned blocks that nobody uses."""
+    native.call("empty_host_cache")()
+
+
 def memory_stats(device: _Device = None) -> OrderedDict[str, int]:
+    """What a caching allocator's statistics say; ``active_bytes`` are those of ``memory_held``, but
+    with ``strict`` "lazy_statistics" only an allocation notices that a stream has passed."""
     values = native.integers("memory", _index(device))
     stats: OrderedDict[str, int] = OrderedDict()
-    for at, name in ((0, "allocated_bytes"), (2, "active_bytes"), (4, "reserved_bytes")):
+    for at, name in ((0, "allocated_bytes"), (7, "active_bytes"), (4, "reserved_bytes")):
         stats[f"{name}.all.current"] = values[at]
         stats[f"{name}.all.peak"] = values[at + 1]
     counters = native.integers("counters")
@@ -237,6 +252,22 @@ def mem_get_info(device: _Device = None) -> tuple[int, int]:
     values = native.integers("memory", _index(device))
     total = values[6] or 2**40
     return max(0, total - values[2]), total
+
+
+# --- synchronisation as an error
+
+_SYNC_DEBUG_MODES = ("default", "warn", "error")
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """A warning or an error at what blocks the host within an operation, as ``item()`` does; not at
+    waits for events, streams or the device."""
+    mode = debug_mode if isinstance(debug_mode, int) else _SYNC_DEBUG_MODES.index(debug_mode)
+    native.call("set_sync_debug")(mode)
+
+
+def get_sync_debug_mode() -> int:
+    return int(native.number("sync_debug"))
 
 
 # --- random numbers

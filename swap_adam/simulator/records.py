@@ -13,7 +13,8 @@ from swap_adam.simulator import native
 
 @dataclass(frozen=True)
 class Counters:
-    """Transfers, kernels, waits and allocations, and the bytes of the transfers."""
+    """Transfers, kernels, waits and allocations, the bytes of the transfers, and how often an event
+    that can tell the time was recorded."""
 
     copies_in: int
     copies_in_nbytes: int
@@ -27,6 +28,7 @@ class Counters:
     allocations: int
     frees: int
     out_of_memory: int
+    timing_events: int
 
 
 @dataclass(frozen=True)

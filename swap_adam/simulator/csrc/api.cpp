@@ -44,12 +44,23 @@ void set_costs(at::ArrayRef<double> numbers, bool duplex) {
 
 void set_capacity(int64_t device, int64_t nbytes) {
   auto guard = machine().lock();
-  machine().memory(static_cast<int>(device)).capacity = static_cast<size_t>(nbytes);
+  auto& memory = machine().memory(static_cast<int>(device));
+  memory.capacity = static_cast<size_t>(nbytes);
+  machine().collect();
+  memory.empty_cache();
 }
 void set_pinned_capacity(int64_t nbytes) {
   machine().pinned_capacity = static_cast<size_t>(nbytes);
 }
 void set_races(int64_t mode) { machine().races = static_cast<Races>(mode); }
+void set_strict(int64_t bits) { machine().set_strict(static_cast<uint32_t>(bits)); }
+void set_sync_debug(int64_t mode) { machine().sync_debug = static_cast<int>(mode); }
+int64_t sync_debug() { return machine().sync_debug; }
+void set_capturing(bool on) { machine().capturing = on; }
+// Between two events, by torch.Event.event_id.
+double elapsed(int64_t first, int64_t second) {
+  return elapsed_ms(*reinterpret_cast<Event*>(first), *reinterpret_cast<Event*>(second));
+}
 void set_trace_capacity(int64_t spans) {
   auto guard = machine().lock();
   auto& clock = machine().clock;
@@ -66,7 +77,7 @@ void spend(double seconds) {
 }
 void reset() { machine().reset(); }
 
-// allocated, its peak, held, its peak, reserved, its peak, capacity; bytes
+// allocated, its peak, held, its peak, reserved, its peak, capacity, active, its peak; bytes
 std::vector<int64_t> memory(int64_t device) {
   auto guard = machine().lock();
   machine().collect();
@@ -74,7 +85,7 @@ std::vector<int64_t> memory(int64_t device) {
   std::vector<int64_t> result;
   for (const auto value :
        {memory.allocated, memory.allocated_peak, memory.held, memory.held_peak, memory.reserved,
-        memory.reserved_peak, memory.capacity})
+        memory.reserved_peak, memory.capacity, memory.active(), memory.active_peak})
     result.push_back(static_cast<int64_t>(value));
   return result;
 }
@@ -84,14 +95,16 @@ void reset_peaks(int64_t device) {
   auto& memory = machine().memory(static_cast<int>(device));
   memory.allocated_peak = memory.allocated;
   memory.held_peak = memory.held;
+  memory.active_peak = memory.active();
   memory.reserved_peak = memory.reserved;
 }
 void empty_cache() {
   auto guard = machine().lock();
   machine().collect();
   for (int device = 0; device < machine().device_count(); ++device)
-    machine().memory(device).reserved = machine().memory(device).held;
+    machine().memory(device).empty_cache();
 }
+void empty_host_cache() { machine().empty_host_cache(); }
 std::vector<int64_t> pinned() {
   return {static_cast<int64_t>(machine().pinned), static_cast<int64_t>(machine().pinned_peak)};
 }
@@ -122,7 +135,7 @@ std::vector<int64_t> counters() {
   const auto& c = machine().counters;
   return {c.copies_in, c.bytes_in, c.copies_out, c.bytes_out, c.copies_peer, c.bytes_peer,
           c.kernels, c.host_waits, c.device_synchronizations, c.allocations, c.frees,
-          c.out_of_memory};
+          c.out_of_memory, c.timing_events};
 }
 void reset_counters() {
   auto guard = machine().lock();
@@ -182,6 +195,11 @@ TORCH_LIBRARY(swap_adam_simulator, m) {
   m.def("set_capacity", &set_capacity);
   m.def("set_pinned_capacity", &set_pinned_capacity);
   m.def("set_races", &set_races);
+  m.def("set_strict", &set_strict);
+  m.def("set_sync_debug", &set_sync_debug);
+  m.def("sync_debug", &sync_debug);
+  m.def("set_capturing", &set_capturing);
+  m.def("elapsed_ms", &elapsed);
   m.def("set_trace_capacity", &set_trace_capacity);
   m.def("default_generator", &generator);
   m.def("now", &now);
@@ -190,6 +208,7 @@ TORCH_LIBRARY(swap_adam_simulator, m) {
   m.def("memory", &memory);
   m.def("reset_peaks", &reset_peaks);
   m.def("empty_cache", &empty_cache);
+  m.def("empty_host_cache", &empty_host_cache);
   m.def("pinned", &pinned);
   m.def("reset_pinned_peak", &reset_pinned_peak);
   m.def("memory_timeline", &memory_timeline);

@@ -52,7 +52,7 @@ class DeviceAllocator final : public DeviceAllocatorBase {
     auto guard = machine().lock();
     machine().collect();
     for (int device = 0; device < machine().device_count(); ++device)
-      machine().memory(device).reserved = machine().memory(device).held;
+      machine().memory(device).empty_cache();
   }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
     if (pointer.get_deleter() == &delete_block)
@@ -70,7 +70,7 @@ class DeviceAllocator final : public DeviceAllocatorBase {
     };
     set(stats.allocated_bytes, memory.allocated, memory.allocated_peak);
     set(stats.requested_bytes, memory.allocated, memory.allocated_peak);
-    set(stats.active_bytes, memory.held, memory.held_peak);
+    set(stats.active_bytes, memory.active(), memory.active_peak);
     set(stats.reserved_bytes, memory.reserved, memory.reserved_peak);
     stats.num_ooms = machine().counters.out_of_memory;
     stats.num_device_alloc = machine().counters.allocations;
@@ -84,6 +84,7 @@ class DeviceAllocator final : public DeviceAllocatorBase {
     auto& memory = machine().memory(device);
     memory.allocated_peak = memory.allocated;
     memory.held_peak = memory.held;
+    memory.active_peak = memory.active();
     memory.reserved_peak = memory.reserved;
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device)
@@ -119,13 +120,14 @@ class PinnedAllocator final : public PinnedAllocatorBase {
     default_copy_data(target, source, count);
   }
 #ifdef SWAP_ADAM_HOST_ALLOCATOR
-  bool record_event(void* pointer, void*, c10::Stream stream) override {
+  bool record_event(void* pointer, void* context, c10::Stream stream) override {
     auto guard = machine().lock();
-    auto* const block = machine().pinned_block(pointer);
+    auto* block = machine().pinned_block(pointer);
+    if (block && block != context && block->data != pointer) block = nullptr;
     if (block) machine().record_stream(block, machine().timeline(stream));
     return block != nullptr;
   }
-  void empty_cache() override {}
+  void empty_cache() override { machine().empty_host_cache(); }
   at::HostStats get_stats() override {
     at::HostStats stats;
     stats.allocated_bytes.current = static_cast<int64_t>(machine().pinned);
@@ -140,6 +142,16 @@ class PinnedAllocator final : public PinnedAllocatorBase {
 DeviceAllocator g_device_allocator;
 PinnedAllocator g_pinned_allocator;
 REGISTER_ALLOCATOR(kType, &g_device_allocator)
+
+}  // namespace
+
+double elapsed_ms(const Event& first, const Event& second) {
+  auto guard = machine().lock();
+  const auto& clock = machine().clock;
+  return 1e3 * (clock.time(second.mark) - clock.time(first.mark));
+}
+
+namespace {
 
 struct Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
@@ -194,9 +206,11 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(
       void** event, const c10::Stream& stream, const c10::DeviceIndex,
-      const c10::EventFlag) const override {
+      const c10::EventFlag flag) const override {
     if (*event == nullptr) *event = new Event;
-    machine().record(*static_cast<Event*>(*event), machine().timeline(stream));
+    machine().record(
+        *static_cast<Event*>(*event), machine().timeline(stream),
+        flag == c10::EventFlag::BACKEND_DEFAULT);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event) machine().stream_wait(machine().timeline(stream), *static_cast<Event*>(event));
@@ -211,11 +225,11 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-    auto guard = machine().lock();
-    const auto& clock = machine().clock;
-    return 1e3 * (clock.time(static_cast<Event*>(second)->mark) -
-                  clock.time(static_cast<Event*>(first)->mark));
+    TORCH_CHECK(!machine().is_strict(kNoElapsedTime), "Backend doesn't support elapsedTime.");
+    return elapsed_ms(*static_cast<Event*>(first), *static_cast<Event*>(second));
   }
+  // Virtual in torch's newer versions only.
+  bool isStreamCapturing(const c10::Stream&) const { return machine().capturing; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 

@@ -46,9 +46,10 @@ void Clock::launch(
   push(stream, std::move(entry));
 }
 
-MarkPtr Clock::mark(uint32_t stream) {
+MarkPtr Clock::mark(uint32_t stream, Seconds delay) {
   Entry entry;
   entry.duration = kMark;
+  entry.delay = delay;
   entry.mark = std::make_shared<Mark>();
   auto mark = entry.mark;
   push(stream, std::move(entry));
@@ -74,7 +75,7 @@ void Clock::settle(uint32_t stream) {
       if (head.duration == kMark) {
         head.mark->settled = true;
         head.mark->run = run_;
-        head.mark->time = lane.end = std::max(lane.end, head.issued);
+        head.mark->time = lane.end = std::max(lane.end, head.issued) + head.delay;
         work.insert(work.end(), head.mark->waiting.begin(), head.mark->waiting.end());
         head.mark->waiting.clear();
       } else if (head.duration == kWait) {

@@ -63,7 +63,8 @@ class Clock {
   void spend(Seconds time, const char* name, size_t nbytes = 0);  // the host is busy
   void add_stream(int device);
   void launch(uint32_t stream, Engine engine, Seconds duration, const char* name, size_t nbytes);
-  MarkPtr mark(uint32_t stream);
+  // `delay`: of work of the stream's own that the mark stands behind.
+  MarkPtr mark(uint32_t stream, Seconds delay = 0);
   void wait(uint32_t stream, const MarkPtr& mark);
   void advance() { run_until(now_); }
   bool idle(uint32_t stream) const {
@@ -77,7 +78,7 @@ class Clock {
  private:
   struct Entry {
     Engine engine = Engine::compute;
-    Seconds duration = 0, issued = 0;
+    Seconds duration = 0, issued = 0, delay = 0;
     uint64_t order = 0;
     const char* name = nullptr;
     size_t nbytes = 0;

@@ -11,6 +11,7 @@
 #include <ATen/ops/view_native.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/library.h>
 
@@ -33,14 +34,22 @@ c10::Device device_or_current(std::optional<c10::Device> device) {
   return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(current_device())};
 }
 
+// As every device does: uninitialised memory is filled, by a kernel, in torch's deterministic mode.
+at::Tensor filled_if_deterministic(at::Tensor tensor) {
+  auto& context = at::globalContext();
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())
+    at::native::fill_empty_deterministic_(tensor);
+  return tensor;
+}
+
 at::Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<c10::Device> device, std::optional<bool> pin_memory,
     std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin_memory.value_or(false), "only host tensors can be pinned");
   const c10::DeviceGuard guard(device_or_current(device));
-  return at::detail::empty_generic(
-      size, device_allocator(), kDevice, c10::dtype_or_default(dtype), format);
+  return filled_if_deterministic(at::detail::empty_generic(
+      size, device_allocator(), kDevice, c10::dtype_or_default(dtype), format));
 }
 
 at::Tensor empty_strided(
@@ -48,8 +57,8 @@ at::Tensor empty_strided(
     std::optional<at::Layout>, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   TORCH_CHECK(!pin_memory.value_or(false), "only host tensors can be pinned");
   const c10::DeviceGuard guard(device_or_current(device));
-  return at::detail::empty_strided_generic(
-      size, stride, device_allocator(), kDevice, c10::dtype_or_default(dtype));
+  return filled_if_deterministic(at::detail::empty_strided_generic(
+      size, stride, device_allocator(), kDevice, c10::dtype_or_default(dtype)));
 }
 
 // Makes the storage large enough for what the tensor's geometry has become.
@@ -188,7 +197,7 @@ void transfer(const at::Tensor& source, const at::Tensor& target, bool non_block
   std::memcpy(bytes_of(target), bytes_of(source), nbytes);
   operation.run();
   operation.issue(kind, nbytes);
-  operation.host_waits();
+  operation.host_waits(!non_blocking);
 }
 
 void between_devices(const at::Tensor& source, const at::Tensor& target) {
@@ -310,8 +319,10 @@ void foreach_copy_(
 }  // namespace
 
 void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
-  const auto device = storage.device();
+  auto device = storage.device();
   if (nbytes == storage.nbytes()) return;
+  if (Machine::get().is_strict(kResizeOnCurrentDevice))  // as torch_npu's, whatever device it was
+    device.set_index(static_cast<c10::DeviceIndex>(current_device()));
   if (nbytes == 0) {
     storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device));
     storage.set_nbytes(0);

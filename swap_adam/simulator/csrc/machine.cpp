@@ -65,6 +65,7 @@ void Machine::start(int device_count) {
   device_count_ = device_count;
   devices_.push_back(kPinned);
   memory_.resize(static_cast<size_t>(device_count));
+  stream_pools_.resize(static_cast<size_t>(device_count));
   for (int device = 0; device < device_count; ++device) {
     timelines.add();
     clock.add_stream(device);
@@ -82,10 +83,15 @@ c10::Stream Machine::stream(uint32_t timeline) const {
 
 c10::Stream Machine::new_stream(int device) {
   auto guard = lock();
+  auto& [pool, next] = stream_pools_[static_cast<size_t>(device)];
+  if (is_strict(kStreamPoolOf32) && pool.size() == kStreamPool)
+    return stream(pool[next++ % kStreamPool]);
   timelines.add();
   clock.add_stream(device);
   devices_.push_back(device);
-  return stream(static_cast<uint32_t>(devices_.size() - 1));
+  const auto timeline = static_cast<uint32_t>(devices_.size() - 1);
+  if (is_strict(kStreamPoolOf32)) pool.push_back(timeline);
+  return stream(timeline);
 }
 
 std::string Machine::describe(uint32_t timeline) const {
@@ -101,8 +107,9 @@ std::string Machine::describe(uint32_t timeline) const {
 
 // --- events and waits
 
-void Machine::record(Event& event, uint32_t timeline) {
+void Machine::record(Event& event, uint32_t timeline, bool timing) {
   auto guard = lock();
+  counters.timing_events += timing;
   clock.spend(clock.costs.event, "event record");
   event.mark = clock.mark(timeline);
   event.known = timelines.snapshot(timeline);
@@ -115,6 +122,23 @@ void Machine::stream_wait(uint32_t timeline, const Event& event) {
   timelines.join(timeline, event.known);
 }
 
+void Machine::refuse_while_capturing(const char* what) const {
+  TORCH_CHECK(
+      !capturing, "simulated accelerator: operation not permitted when stream is capturing: ",
+      what);
+}
+
+void Machine::synchronizes(const char* name) {
+  TORCH_CHECK(sync_debug != 2, "called a synchronizing simulated operation: ", name);
+  if (sync_debug == 1) TORCH_WARN("called a synchronizing simulated operation: ", name);
+}
+
+void Machine::set_strict(uint32_t bits) {
+  auto guard = lock();
+  strict = bits;
+  if (!is_strict(kHostCache)) empty_host_cache();
+}
+
 void Machine::joined_host() {
   collect();
   if (!copies_.empty()) land_passed();
@@ -122,6 +146,7 @@ void Machine::joined_host() {
 
 void Machine::host_wait(const Event& event) {
   auto guard = lock();
+  refuse_while_capturing("waiting for an event");
   clock.block(event.mark);
   clock.spend(clock.costs.wait, "host wait");
   ++counters.host_waits;
@@ -138,6 +163,7 @@ void Machine::host_wait_stream(uint32_t timeline) {
 
 void Machine::host_wait_device(int device) {
   auto guard = lock();
+  refuse_while_capturing("waiting for the device");
   std::vector<Event> events;
   clock.advance();
   for (uint32_t timeline = 1; timeline < devices_.size(); ++timeline)
@@ -155,6 +181,7 @@ void Machine::host_wait_device(int device) {
 
 bool Machine::query(const Event& event) {
   auto guard = lock();
+  refuse_while_capturing("asking for an event");
   clock.spend(clock.costs.event, "event query");  // or a loop that polls would never end
   if (!clock.passed(event.mark)) return false;
   timelines.join(kHost, event.known);
@@ -174,6 +201,7 @@ bool Machine::query_stream(uint32_t timeline) {
 void Machine::held_changed(int device, Seconds time) {
   auto& memory = memory_[static_cast<size_t>(device)];
   memory.held_peak = std::max(memory.held_peak, memory.held);
+  memory.active_peak = std::max(memory.active_peak, memory.active());
   memory.reserved = std::max(memory.reserved, memory.held);
   memory.reserved_peak = std::max(memory.reserved_peak, memory.reserved);
   memory.timeline.emplace_back(time, memory.held);
@@ -204,9 +232,30 @@ void Machine::collect() {
     return a.first < b.first;
   });
   for (const auto& [time, leaving] : left) {
-    memory_[static_cast<size_t>(leaving.device)].held -= leaving.charged;
+    auto& memory = memory_[static_cast<size_t>(leaving.device)];
+    memory.held -= leaving.charged;
+    memory.pool(leaving.charged).held -= leaving.charged;
+    if (is_strict(kLazyStatistics)) memory.uncollected += leaving.charged;
     held_changed(leaving.device, time);
   }
+}
+
+Seconds Machine::free_delay() const {
+  // Longer than the host takes to come back from a wait for what was recorded before.
+  return is_strict(kLateFreeEvents) ? clock.costs.wait + clock.costs.launch : 0;
+}
+
+bool Machine::is_room(const DeviceMemory& memory, size_t charged) {
+  if (memory.capacity == 0) return true;
+  if (!is_strict(kMemoryPools)) return memory.held + charged <= memory.capacity;
+  // What a pool has had is lost to the other one.
+  size_t reserved = 0;
+  for (size_t index = 0; index < memory.pools.size(); ++index) {
+    const auto& pool = memory.pools[index];
+    const bool mine = index == (charged > kSmallPool);
+    reserved += std::max(pool.reserved, pool.held + (mine ? charged : 0));
+  }
+  return reserved <= memory.capacity;
 }
 
 Block* Machine::allocate(
@@ -215,7 +264,8 @@ Block* Machine::allocate(
   const auto charged = (nbytes + kDeviceRounding - 1) / kDeviceRounding * kDeviceRounding;
   auto& memory = this->memory(device);
   collect();
-  if (memory.capacity != 0 && memory.held + charged > memory.capacity) {
+  memory.uncollected = 0;
+  if (!is_room(memory, charged)) {
     // As a caching allocator does before it gives up: wait for what record_stream still holds.
     std::vector<MarkPtr> marks;
     for (const auto& leaving : leaving_)
@@ -226,8 +276,9 @@ Block* Machine::allocate(
       clock.spend(clock.costs.wait, "wait for memory");
       ++counters.host_waits;
       collect();
+      memory.uncollected = 0;
     }
-    if (memory.held + charged > memory.capacity) {
+    if (!is_room(memory, charged)) {
       ++counters.out_of_memory;
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "simulated:", device, " is out of memory: asked for ", nbytes,
@@ -256,6 +307,9 @@ Block* Machine::allocate(
   memory.allocated += charged;
   memory.allocated_peak = std::max(memory.allocated_peak, memory.allocated);
   memory.held += charged;
+  auto& pool = memory.pool(charged);
+  pool.held += charged;
+  pool.reserved = std::max(pool.reserved, pool.held);
   held_changed(device, clock.now());
   ++counters.allocations;
   return block.release();
@@ -265,23 +319,61 @@ Block* Machine::allocate_pinned(size_t nbytes) {
   auto guard = lock();
   size_t charged = 1;
   while (charged < nbytes) charged *= 2;
+  collect_pinned();
+  const auto cached = pinned_cache_.find(charged);
+  if (cached != pinned_cache_.end() && !cached->second.empty()) {  // its bytes as they were
+    auto* const block = cached->second.back();
+    cached->second.pop_back();
+    block->number = ++blocks_;
+    block->nbytes = nbytes;
+    block->recorded.clear();
+    pinned_blocks_[static_cast<const char*>(block->data)] = block;
+    return block;
+  }
   TORCH_CHECK(
       pinned_capacity == 0 || pinned + charged <= pinned_capacity,
       "simulated accelerator: out of pinned host memory: asked for ", nbytes, " bytes (", charged,
       " as accounted, the next power of two), ", pinned, " bytes are in use of ", pinned_capacity);
   auto block = std::make_unique<Block>();
-  block->memory = new_memory(nbytes);
+  block->memory = new_memory(is_strict(kHostCache) ? charged : nbytes);
   block->number = ++blocks_;
   block->data = block->memory.get();
   block->nbytes = nbytes;
   block->charged = charged;
   auto* const first = static_cast<const char*>(block->data);
   if (first < pinned_low.load()) pinned_low = first;
-  if (first + nbytes > pinned_high.load()) pinned_high = first + nbytes;
+  if (first + charged > pinned_high.load()) pinned_high = first + charged;
   pinned += charged;
   pinned_peak = std::max(pinned_peak, pinned);
   pinned_blocks_[first] = block.get();
   return block.release();
+}
+
+void Machine::collect_pinned() {
+  size_t kept = 0;
+  for (auto& leaving : leaving_pinned_) {
+    bool passed = true;
+    for (const auto& event : leaving.events) passed = passed && clock.passed(event.mark);
+    if (!passed) {
+      if (&leaving_pinned_[kept] != &leaving) leaving_pinned_[kept] = std::move(leaving);
+      ++kept;
+      continue;
+    }
+    for (const auto& event : leaving.events) timelines.join(kHost, event.known);
+    pinned_cache_[leaving.block->charged].push_back(leaving.block);
+  }
+  leaving_pinned_.resize(kept);
+}
+
+void Machine::empty_host_cache() {
+  auto guard = lock();
+  collect_pinned();
+  for (auto& [charged, blocks] : pinned_cache_)
+    for (auto* const block : blocks) {
+      pinned -= charged;
+      drop(block);
+    }
+  pinned_cache_.clear();
 }
 
 Block* Machine::pinned_block(const void* pointer) {
@@ -330,19 +422,29 @@ void Machine::free(Block* block) noexcept {
   try {
     if (races != Races::off) check_free(block);
     if (block->device == kPinned) {
-      pinned -= block->charged;
       pinned_blocks_.erase(static_cast<const char*>(block->data));
+      if (is_strict(kHostCache)) {
+        LeavingPinned leaving{block, {}};
+        for (const auto timeline : block->recorded)
+          leaving.events.push_back(
+              {clock.mark(timeline, free_delay()), timelines.snapshot(timeline)});
+        leaving_pinned_.push_back(std::move(leaving));
+        return;
+      }
+      pinned -= block->charged;
     } else {
       auto& memory = this->memory(block->device);
       ++counters.frees;
       collect();
       memory.allocated -= block->charged;
       Leaving leaving{block->device, block->charged, {}};
-      for (const auto timeline : block->recorded) leaving.marks.push_back(clock.mark(timeline));
+      for (const auto timeline : block->recorded) 
+        leaving.marks.push_back(clock.mark(timeline, free_delay()));
       leaving_.push_back(std::move(leaving));
       if (block->recorded.empty()) {
         leaving_.pop_back();
         memory.held -= block->charged;
+        memory.pool(block->charged).held -= block->charged;
         held_changed(block->device, clock.now());
       } else {
         collect();
@@ -491,10 +593,13 @@ void Machine::reset() {
   auto guard = lock();
   const auto before = races;
   races = Races::off;
+  capturing = false;
+  sync_debug = 0;
   for (int device = 0; device < device_count_; ++device) host_wait_device(device);
   races = before;
   while (!copies_.empty()) land(copies_.front().get());
   collect();
+  empty_host_cache();
   clock.restart();
   violations.clear();
   raised_ = 0;
@@ -503,7 +608,8 @@ void Machine::reset() {
   pinned_peak = pinned;
   for (auto& memory : memory_) {
     memory.allocated_peak = memory.allocated;
-    memory.held_peak = memory.reserved = memory.reserved_peak = memory.held;
+    memory.empty_cache();
+    memory.held_peak = memory.reserved_peak = memory.active_peak = memory.held;
     memory.timeline.clear();
   }
 }

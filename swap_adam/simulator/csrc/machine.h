@@ -23,6 +23,20 @@ namespace swap_adam {
 
 constexpr int kPinned = -1;  // the "device" of pinned host memory
 constexpr size_t kDeviceRounding = 512;
+constexpr size_t kSmallPool = size_t{1} << 20;  // requests up to here come from the small pool
+constexpr size_t kStreamPool = 32;
+
+// What real devices do where this one would be kinder; see docs/simulator.md. In the order of
+// control.py's names.
+enum Strict : uint32_t {
+  kHostCache = 1,
+  kResizeOnCurrentDevice = 2,
+  kLazyStatistics = 4,
+  kLateFreeEvents = 8,
+  kMemoryPools = 16,
+  kNoElapsedTime = 32,
+  kStreamPoolOf32 = 64,
+};
 
 struct Copy;
 
@@ -63,7 +77,7 @@ enum class Kind : int { kernel = 0, copy_in = 1, copy_out = 2, copy_peer = 3 };
 struct Counters {
   int64_t copies_in = 0, bytes_in = 0, copies_out = 0, bytes_out = 0, copies_peer = 0,
           bytes_peer = 0, kernels = 0, host_waits = 0, device_synchronizations = 0,
-          allocations = 0, frees = 0, out_of_memory = 0;
+          allocations = 0, frees = 0, out_of_memory = 0, timing_events = 0;
 };
 
 struct Issued {
@@ -80,6 +94,19 @@ struct DeviceMemory {
   size_t allocated = 0, allocated_peak = 0, held = 0, held_peak = 0, reserved = 0,
          reserved_peak = 0;
   size_t capacity = 0;  // 0: no limit
+  // What no allocation has found to be free yet, which statistics go on counting.
+  size_t uncollected = 0, active_peak = 0;
+  struct Pool {
+    size_t held = 0, reserved = 0;  // reserved: the most that was held since the cache was empty
+  };
+  std::array<Pool, 2> pools;  // small, large
+  size_t active() const { return held + uncollected; }
+  Pool& pool(size_t charged) { return pools[charged > kSmallPool]; }
+  void empty_cache() {
+    reserved = held;
+    uncollected = 0;
+    for (auto& pool : pools) pool.reserved = pool.held;
+  }
   std::deque<std::pair<Seconds, size_t>> timeline;
 };
 
@@ -104,7 +131,7 @@ class Machine {
   std::string describe(uint32_t timeline) const;
 
   // Events and waits.
-  void record(Event& event, uint32_t timeline);
+  void record(Event& event, uint32_t timeline, bool timing = false);
   void stream_wait(uint32_t timeline, const Event& event);
   void host_wait(const Event& event);
   void host_wait_stream(uint32_t timeline);
@@ -118,6 +145,7 @@ class Machine {
       std::unique_ptr<void, c10::DeleterFnPtr> memory = {nullptr, c10::detail::deleteNothing});
   Block* allocate_pinned(size_t nbytes);
   void free(Block* block) noexcept;
+  void empty_host_cache();
   void record_stream(Block* block, uint32_t timeline);
   Block* pinned_block(const void* pointer);
   bool maybe_pinned(const void* pointer) const {
@@ -125,6 +153,10 @@ class Machine {
         pointer < pinned_high.load(std::memory_order_relaxed);
   }
   void collect();  // gives back what recorded streams have passed by now
+  bool is_strict(Strict about) const { return (strict & about) != 0; }
+  void set_strict(uint32_t bits);
+  // A synchronisation that torch's sync debug mode sees: raises where that is an error.
+  void synchronizes(const char* name);
   DeviceMemory& memory(int device) { return memory_[static_cast<size_t>(device)]; }
 
   // Operations.
@@ -154,6 +186,9 @@ class Machine {
   Timelines timelines;
   Counters counters;
   Races races = Races::raise;
+  uint32_t strict = 0;
+  int sync_debug = 0;      // 0: nothing, 1: warn, 2: error
+  bool capturing = false;  // a graph: nothing may be asked or waited for
   std::vector<std::string> violations;
   bool issue_log = false;
   std::deque<Issued> issued;
@@ -173,6 +208,10 @@ class Machine {
   void drop(Block* block);
   void held_changed(int device, Seconds time);
   void joined_host();
+  void collect_pinned();
+  bool is_room(const DeviceMemory& memory, size_t charged);
+  Seconds free_delay() const;
+  void refuse_while_capturing(const char* what) const;
   void check_free(Block* block);
 
   std::recursive_mutex mutex_;
@@ -180,6 +219,13 @@ class Machine {
   std::vector<int> devices_;  // of each timeline
   std::vector<DeviceMemory> memory_;
   std::vector<Leaving> leaving_;
+  struct LeavingPinned {  // freed, with the events that its streams have still to pass
+    Block* block;
+    std::vector<Event> events;
+  };
+  std::vector<LeavingPinned> leaving_pinned_;
+  std::map<size_t, std::vector<Block*>> pinned_cache_;  // free, by accounted size
+  std::vector<std::pair<std::vector<uint32_t>, size_t>> stream_pools_;  // of each device; next
   std::vector<std::unique_ptr<Copy>> copies_;  // in flight, in the order of issue
   std::map<const char*, Block*> pinned_blocks_;
   size_t raised_ = 0;  // violations that have been raised already

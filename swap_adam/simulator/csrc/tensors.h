@@ -15,6 +15,7 @@ inline bool on_device(const at::Tensor& tensor) {
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void delete_block(void* block);
+double elapsed_ms(const Event& first, const Event& second);
 
 inline Block* block_of(const at::Tensor& tensor) {
   const auto& pointer = tensor.storage().data_ptr();
@@ -136,7 +137,10 @@ class Operation {
     auto guard = machine_.lock();
     machine_.launch(use_.timeline, kind, use_.name, use_.sequence, nbytes);
   }
-  void host_waits() { machine_.host_wait_stream(use_.timeline); }
+  void host_waits(bool is_blocking = true) {
+    if (is_blocking) machine_.synchronizes(use_.name);
+    machine_.host_wait_stream(use_.timeline);
+  }
   const Use& as_use() const { return use_; }
 
  private:
