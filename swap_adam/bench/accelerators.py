@@ -46,6 +46,9 @@ class Accelerator(Protocol):
 
     def links(self) -> Sequence[Link]: ...
 
+    def mark(self) -> torch.Event:
+        """An event that is recorded on the current stream and tells the time."""
+
     def use(self, link: Link) -> None:
         """Measure on ``link`` from here on."""
 
@@ -88,6 +91,12 @@ class SimulatedAccelerator:
             for is_duplex in (True, False)
         ]
 
+    def mark(self) -> torch.Event:
+        event = torch.get_device_module(self.device).Event(enable_timing=True)
+        event.record()
+        assert isinstance(event, torch.Event)
+        return event
+
     def use(self, link: Link) -> None:
         simulator.reset()
         simulator.configure(link=link.name, duplex=link.is_duplex, races="collect")
@@ -121,12 +130,25 @@ class RealAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        name = torch.get_device_module(device).get_device_name(device)
-        self.description = str(name)
+        self._module = torch.get_device_module(device)
+        self._module.set_device(device)  # whose stream events are recorded on
+        self.description = str(self._module.get_device_name(device))
+        self._links: list[Link] = []
         self._pass = torch.zeros(PASS_NBYTES // 4, device=device)
         self._pass_ms = self._time(lambda: self._pass.mul_(1.0))
 
+    def mark(self) -> torch.Event:
+        # The module's own: torch.Event does not tell the time on some devices.
+        event: torch.Event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
     def links(self) -> Sequence[Link]:
+        if not self._links:
+            self._links.append(self._measure_link())
+        return self._links
+
+    def _measure_link(self) -> Link:
         host = [torch.empty(PROBE_NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         device = [torch.empty_like(buffer, device=self.device) for buffer in host]
         streams = [torch.Stream(device=self.device) for _ in range(2)]
@@ -152,7 +174,7 @@ class RealAccelerator:
             f"out, {PROBE_NBYTES / both_ms / 1e6:.1f} GB/s each way when both run"
         )
         speed = PROBE_NBYTES / both_ms / 1e6
-        return [Link("measured", speed, speed, is_duplex=True)]
+        return Link("measured", speed, speed, is_duplex=True)
 
     def use(self, link: Link) -> None:
         torch.accelerator.synchronize(self.device)
@@ -175,13 +197,12 @@ class RealAccelerator:
 
     def _time(self, issue: Callable[[], object]) -> float:
         """Milliseconds of what ``issue`` puts on the current stream: the median of a few."""
-        start, end = (torch.Event(device=self.device, enable_timing=True) for _ in range(2))
         times = []
         issue()
         for _ in range(self.repeats):
-            start.record()
+            start = self.mark()
             issue()
-            end.record()
+            end = self.mark()
             torch.accelerator.synchronize(self.device)
             times.append(start.elapsed_time(end))
         return statistics.median(times)

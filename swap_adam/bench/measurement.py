@@ -133,18 +133,17 @@ class _Bench:
         )
 
     def _time_forward_alone(self, pass_ms: float) -> float:
-        marks = self._marks(2)
-        self._accelerator.issue_pass(pass_ms)  # so that the host is ahead
-        marks[0].record()
-        self._accelerator.issue_pass(pass_ms)
-        marks[1].record()
-        torch.accelerator.synchronize(self._accelerator.device)
-        return marks[0].elapsed_time(marks[1])
+        accelerator = self._accelerator
+        accelerator.issue_pass(pass_ms)  # so that the host is ahead
+        started = accelerator.mark()
+        accelerator.issue_pass(pass_ms)
+        ended = accelerator.mark()
+        torch.accelerator.synchronize(accelerator.device)
+        return started.elapsed_time(ended)
 
     def _time_steps(self, pass_ms: float) -> _Times:
         """Two steps in a row and a forward, from an idle device to an idle device."""
         accelerator, optimizer = self._accelerator, self._optimizer
-        started, stepped, repeated, ended = self._marks(4)
         accelerator.counters()
         ahead = None
         if self._contender.prefetches:
@@ -155,17 +154,17 @@ class _Bench:
         self._backward()
         accelerator.counters()
         before_nbytes = self._held("current")
-        started.record()
+        started = accelerator.mark()
         host_ms = accelerator.host_ms()
         optimizer.step()
         host_ms = accelerator.host_ms() - host_ms
-        stepped.record()
+        stepped = accelerator.mark()
         counters = _sum(ahead, accelerator.counters())
         self._backward()
         optimizer.step()
-        repeated.record()
+        repeated = accelerator.mark()
         accelerator.issue_pass(pass_ms)
-        ended.record()
+        ended = accelerator.mark()
         torch.accelerator.synchronize(accelerator.device)
         return _Times(
             started.elapsed_time(stepped), stepped.elapsed_time(repeated),
@@ -178,12 +177,11 @@ class _Bench:
             params, grads = zip(*self._arriving)
             torch.autograd.backward(params, grads)
 
-    def _marks(self, count: int) -> list[torch.Event]:
-        device = self._accelerator.device
-        return [torch.Event(device=device, enable_timing=True) for _ in range(count)]
-
     def _held(self, which: str) -> int:
         """Device bytes that nobody else can have: ``current``, or the ``peak`` of them."""
+        if which == "current":
+            # Only an allocation makes the allocator look which streams have passed.
+            torch.empty(1, device=self._accelerator.device)
         stats = self._memory.memory_stats(self._accelerator.device)
         return int(stats[f"active_bytes.all.{which}"])
 

@@ -13,7 +13,7 @@ import torch
 
 from swap_adam.demo.spans import RECORDED, Span, read_spans
 
-SAMPLE_SECONDS = 0.0002
+SAMPLE_SECONDS = 0.001  # a look holds Python's lock for a while
 
 
 @dataclass
@@ -35,6 +35,12 @@ class Accelerator(Protocol):
     description: str
     clock: str
     clock_note: str
+
+    def mark(self) -> torch.Event:
+        """An event that is recorded on the current stream and tells the time."""
+
+    def settle(self) -> None:
+        """Wait for the device, so that :meth:`held_nbytes` has what is freed no longer in it."""
 
     def held_nbytes(self) -> int:
         """Device bytes that nobody else can have now."""
@@ -63,7 +69,19 @@ class RealAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
+        self._module.set_device(device)  # whose stream events are recorded on
         self.description = str(self._module.get_device_name(device))
+
+    def mark(self) -> torch.Event:
+        # The module's own: torch.Event does not tell the time on some devices.
+        event: torch.Event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        torch.accelerator.synchronize(self.device)
+        # Only an allocation makes the allocator look which streams have passed.
+        torch.empty(1, device=self.device)
 
     def held_nbytes(self) -> int:
         # Not memory_allocated(), which leaves out what a stream has still to pass.
@@ -132,6 +150,15 @@ class SimulatedAccelerator:
             "Times are those of a virtual clock, which counts launches and bytes, not arithmetic: "
             "no device has run anything."
         )
+
+    def mark(self) -> torch.Event:
+        event = torch.get_device_module(self.device).Event(enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        assert isinstance(event, torch.Event)
+        return event
+
+    def settle(self) -> None:
+        torch.accelerator.synchronize(self.device)
 
     def held_nbytes(self) -> int:
         return self._simulator.memory_held(self.device.index)

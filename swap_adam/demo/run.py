@@ -102,6 +102,8 @@ def _make_deterministic() -> None:
     """Have forward and backward give the same bits in every run, also on a real device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(True)
+    # Or every torch.empty would be a kernel, which would be timed.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
 def _train_all(

@@ -109,10 +109,7 @@ class _Stopwatch:
         self._called_ms: list[float] = []
 
     def mark(self) -> None:
-        device = self._accelerator.device
-        event = torch.Event(device=device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        self._events.append(event)
+        self._events.append(self._accelerator.mark())
         self._called_ms.append(self._accelerator.host_ms())
 
     def on_device_ms(self, step: int, start: int, end: int) -> float:
@@ -146,7 +143,7 @@ def train(
     with the number of steps done and the loss.
     """
     gc.collect()
-    torch.accelerator.synchronize(accelerator.device)
+    accelerator.settle()
     held_before = accelerator.held_nbytes()
     pinned_before = accelerator.pinned_nbytes()
 
@@ -185,7 +182,7 @@ def train(
     with accelerator.recorded(trace) as recording:
         for inputs, targets in data:
             step(inputs, targets, recorded)
-        torch.accelerator.synchronize(accelerator.device)
+        accelerator.settle()
 
     pinned = accelerator.pinned_nbytes()
     needs = Needs(

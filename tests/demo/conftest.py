@@ -17,6 +17,7 @@ def _simulated() -> Iterator[None]:
     torch.set_num_threads(1)
     simulator.enable()
     simulator.reset()
+    simulator.configure(strict=True)
     yield
     assert simulator.violations() == []
     simulator.reset()

@@ -24,6 +24,7 @@ def test_without_a_real_one_it_is_the_simulated_one(name: str) -> None:
 def test_a_real_one_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.device("cuda", 3)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: real)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a {device}")
     accelerator = choose_accelerator("auto", "pcie4")
     assert isinstance(accelerator, RealAccelerator)
@@ -50,6 +51,33 @@ def test_a_real_device_is_read_through_torch(tmp_path: Path) -> None:
     times = [at for at, _ in recording.memory]
     assert times == sorted(times)
     assert (tmp_path / "trace.json").stat().st_size > 0
+
+
+def test_idle_bytes_of_a_real_device_leave_out_what_its_streams_have_passed() -> None:
+    """Its allocator does not look when it is asked, only when it allocates."""
+    accelerator = RealAccelerator(torch.device("simulated:0"))
+    accelerator.settle()
+    before = accelerator.held_nbytes()
+    tensor = torch.zeros(1_000_000, device=accelerator.device)
+    side = torch.Stream(device=accelerator.device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        tensor.add_(1)
+    tensor.record_stream(side)
+    del tensor
+    torch.accelerator.synchronize()
+    assert accelerator.held_nbytes() > before
+    accelerator.settle()
+    assert accelerator.held_nbytes() == before
+
+
+def test_time_is_told_where_torchs_own_events_do_not() -> None:
+    accelerator = RealAccelerator(torch.device("simulated:0"))
+    began = accelerator.mark()
+    torch.zeros(1_000_000, device=accelerator.device)
+    ended = accelerator.mark()
+    torch.accelerator.synchronize()
+    assert began.elapsed_time(ended) > 0
 
 
 def test_spans_of_a_profiler_trace(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_forecast_is_what_the_simulator_measures(
     torch.get_device_module("simulated").reset_peak_memory_stats()
     simulator.reset_clock()
     simulator.reset_counters()
-    began, ended = (torch.Event("simulated", enable_timing=True) for _ in range(2))
+    began, ended = (torch.simulated.Event(enable_timing=True) for _ in range(2))
     began.record()
     optimizer.step()
     ended.record()

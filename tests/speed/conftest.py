@@ -29,6 +29,7 @@ def _no_race(_one_thread: None) -> Iterator[None]:
     import swap_adam.simulator as simulator
 
     simulator.reset()
+    simulator.configure(strict=True)
     yield
     torch.accelerator.synchronize(0)
     assert simulator.violations() == []

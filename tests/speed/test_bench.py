@@ -31,6 +31,24 @@ TWO = Workload("two", "two tensors", ((256, 1024), (1024,)))
 EIGHT = Workload("eight", "eight large tensors", ((1024, 1024),) * 8)
 
 
+@pytest.mark.parametrize("contender", [NATIVE_FUSED, PACKED], ids=["native", "packed"])
+def test_a_real_device_has_its_link_measured_once_and_its_idle_bytes_right(
+    contender: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swap_adam.bench.accelerators.PROBE_NBYTES", 1 << 20)
+    monkeypatch.setattr("swap_adam.bench.accelerators.PASS_NBYTES", 1 << 20)
+    monkeypatch.setattr(RealAccelerator, "repeats", 1)
+    device = torch.device("simulated", 0)
+    accelerator = RealAccelerator(device)
+    (link,) = accelerator.links()
+    (line,) = measure(accelerator, EIGHT, contender, accelerator.links())
+    assert line.step_ms > 0 and line.link is link
+    assert accelerator.description.count("GB/s in") == 1
+    moments = 2 * EIGHT.numel * 4
+    steps = len(EIGHT.shapes) * 512  # of the fused implementation, one on the device for each
+    assert line.idle_nbytes == steps + (moments if contender is NATIVE_FUSED else 0)
+
+
 def test_limits() -> None:
     nbytes = 680_000_000
     duplex, half = (Link("c2c", 340, 295, is_duplex) for is_duplex in (True, False))
