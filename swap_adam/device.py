@@ -52,7 +52,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         backend: Backend[TensorT, EventT],
         options: PlanOptions,
         publish: Callable[[SwapSlot[TensorT]], None],
-        scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
+        scratch_sizes: Callable[[Sequence[UpdateUnit[TensorT]]], Sequence[int]],
         can_cut: Callable[[UpdateUnit[TensorT]], bool],
         plan_host: Callable[[Sequence[SwapSlot[TensorT]]], SlabPlan] = plan_power_of_two_slabs,
         policy: StagingPolicy = StagingPolicy.RELEASE,
@@ -60,7 +60,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.backend = backend
         self.store = HostStore(backend, publish, plan_host)
         self.units: list[UpdateUnit[TensorT]] = []
-        self._builder = PlanBuilder(backend, self.store, options, scratch_nbytes, can_cut)
+        self._builder = PlanBuilder(backend, self.store, options, scratch_sizes, can_cut)
         self._plan: StepPlan[TensorT, EventT] | None = None
         pipeline = PackedPipeline if options.packed else PerTensorPipeline
         self._pipeline: Pipeline[TensorT, EventT] = pipeline(backend, policy)
@@ -96,8 +96,9 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.units = [unit for unit in self.units if id(unit) not in dropped]
         self.units.extend(units)
         self.units.sort(key=lambda unit: unit.param_index)
+        self._plan = None  # it holds slabs
         self.store.repack_if_wasteful()
-        self._plan = None
+        self.store.release_dropped()
         if not self.units:
             self._pipeline.let_go()  # there may be no step here any more
 
@@ -119,6 +120,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
             self._pipeline.let_go()
             self._plan = None  # its views are bound anew: without the new plan it is no use
             self._plan = self._builder.build(self.units, active)
+        self.store.release_dropped()
         return is_held
 
     def detach_held(self) -> bool:

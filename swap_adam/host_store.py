@@ -41,6 +41,7 @@ class HostStore(Generic[TensorT, EventT]):
         self._plan_host = plan_host
         self._slabs: dict[int, TensorT] = {}
         self._slab_nbytes: dict[int, int] = {}
+        self._dropped: list[TensorT] = []  # of which somebody held a part when looked at last
         self._next_index = 0
         self.slots: list[SwapSlot[TensorT]] = []
         self.version = 0
@@ -96,7 +97,14 @@ class HostStore(Generic[TensorT, EventT]):
 
     def _settle(self, slots: Sequence[SwapSlot[TensorT]]) -> None:
         plan = self._plan_host(slots)
-        slabs = [self._backend.allocate_slab(nbytes) for nbytes in plan.slab_nbytes]
+        slabs: list[TensorT] = []
+        try:
+            for nbytes in plan.slab_nbytes:
+                slabs.append(self._backend.allocate_slab(nbytes))
+        except BaseException:
+            slabs.clear()
+            self._backend.release_host_cache()
+            raise
         indices = {
             position: self._own(slab, nbytes)
             for position, (slab, nbytes) in enumerate(zip(slabs, plan.slab_nbytes))
@@ -129,4 +137,24 @@ class HostStore(Generic[TensorT, EventT]):
     def _drop_empty_slabs(self) -> None:
         used = {slot.slab_index for slot in self.slots}
         for index in [index for index in self._slabs if index not in used]:
-            del self._slabs[index], self._slab_nbytes[index]
+            self._dropped.append(self._slabs.pop(index))
+            del self._slab_nbytes[index]
+        self.release_dropped()
+
+    def release_dropped(self) -> None:
+        """Unpin the slabs that no slot uses, once nobody holds a tensor in them any more."""
+        if not self._dropped:
+            return
+        dropped, self._dropped = self._dropped, []
+        is_idle = False
+        while dropped:
+            slab = dropped.pop()
+            if self._backend.is_slab_held(slab):
+                self._dropped.append(slab)
+            elif not is_idle:
+                # The host allocator does not know of a user's own copies out of a state.
+                self._backend.wait_idle()
+                is_idle = True
+            del slab
+        if is_idle:
+            self._backend.release_host_cache()

@@ -13,6 +13,8 @@ from itertools import accumulate
 
 HOST_ALIGNMENT_NBYTES = 16
 DEVICE_ALIGNMENT_NBYTES = 512
+# Device allocators have a pool of their own for blocks up to here.
+SMALL_BLOCK_NBYTES = 1 << 20
 # A slab is at most so many times the largest slot: what does not fill its end is little then.
 SLAB_PER_SLOT = 32
 # A repack needs a spare slab, so small slots get no larger ones, though these would do.
@@ -101,6 +103,19 @@ def plan_group_slabs(sizes_nbytes: Sequence[int], groups: Sequence[Hashable]) ->
         placements.append(Placement(index, offset))
         slab_nbytes[index] = offset + nbytes
     return SlabPlan(tuple(slab_nbytes), tuple(placements))
+
+
+def cover_pools(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Blocks that are enough for any one of ``choices``, which are lists of blocks (bytes).
+
+    Allocators have a pool for small blocks and one for large ones that do not serve each other,
+    so that the most of either counts.
+    """
+    pools = (
+        [[size for size in sizes if (size <= SMALL_BLOCK_NBYTES) == is_small] for sizes in choices]
+        for is_small in (True, False)
+    )
+    return tuple(size for pool in pools for size in max(pool, key=sum, default=[]))
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -65,8 +65,9 @@ class SwapPipelineMixin(_PlainBase, Generic[TensorT, EventT]):
     def finish_step(self) -> None:
         """What the original does after its last parameter."""
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[TensorT]]) -> int:
-        """An upper bound of the temporaries that ``step_batch(units)`` has at a time, in bytes."""
+    def scratch_sizes(self, units: Sequence[UpdateUnit[TensorT]]) -> Sequence[int]:
+        """The temporaries that ``step_batch(units)`` has at a time, in bytes each: a block of the
+        device's memory per entry, or a bound for all of them."""
         raise NotImplementedError
 
     def split_resident(

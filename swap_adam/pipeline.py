@@ -114,7 +114,7 @@ class Pipeline(Generic[TensorT, EventT]):
         self._open = plan
         try:
             if is_prefetched:  # since when others may have taken what the update needs
-                self._backend.reserve(plan.scratch_nbytes)
+                self._backend.reserve(plan.scratch_sizes)
             else:
                 self._acquire(plan)
         except BaseException:
@@ -197,12 +197,14 @@ class Pipeline(Generic[TensorT, EventT]):
             # There may be copy-ins that nobody has waited for.
             self._backend.record(self._started, StreamRole.COPY_IN)
             self._backend.wait(StreamRole.COPY_OUT, self._started)
-        self._backend.record(self._landed, StreamRole.COPY_OUT)
         if self._policy is StagingPolicy.DRAIN:
+            self._backend.record(self._landed, StreamRole.COPY_OUT)
             self._backend.wait(StreamRole.COMPUTE, self._landed)
             self._release(plan, None)
         else:
+            # In this order: the memory is there again once `landed` has passed.
             self._release(plan, StreamRole.COPY_OUT)
+            self._backend.record(self._landed, StreamRole.COPY_OUT)
         self._open = None
         self._copied_in = 0
 
@@ -253,8 +255,9 @@ class Pipeline(Generic[TensorT, EventT]):
 
     def _copy_in(self, batch: Batch[TensorT, EventT]) -> None:
         batch.transit.move(Residency.H2D, batch.copied_in)
-        for transfer in batch.transfers:
-            self._backend.copy(StreamRole.COPY_IN, transfer.device, transfer.host)
+        self._backend.copy(
+            StreamRole.COPY_IN, [(transfer.device, transfer.host) for transfer in batch.transfers]
+        )
         self._backend.record(batch.copied_in, StreamRole.COPY_IN)
 
     def _update(
@@ -271,8 +274,9 @@ class Pipeline(Generic[TensorT, EventT]):
     def _copy_out(self, batch: Batch[TensorT, EventT]) -> None:
         self._backend.wait(StreamRole.COPY_OUT, batch.updated)
         batch.transit.move(Residency.D2H, batch.copied_out)
-        for transfer in batch.transfers:
-            self._backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
+        self._backend.copy(
+            StreamRole.COPY_OUT, [(transfer.host, transfer.device) for transfer in batch.transfers]
+        )
         self._backend.record(batch.copied_out, StreamRole.COPY_OUT)
 
     def _roll_forward(
@@ -332,7 +336,7 @@ class PackedPipeline(Pipeline[TensorT, EventT]):
             self._backend.acquire(plan.staging, plan.staging_nbytes)
             if self._policy is StagingPolicy.KEEP:
                 self._kept = plan.staging
-        self._backend.reserve(plan.scratch_nbytes)
+        self._backend.reserve(plan.scratch_sizes)
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         batches = plan.batches
@@ -357,7 +361,7 @@ class PerTensorPipeline(Pipeline[TensorT, EventT]):
         self._held: dict[int, TensorT] = {}  # by identity: tensors compare elementwise
 
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
-        self._backend.reserve(plan.staging_nbytes + plan.scratch_nbytes)
+        self._backend.reserve([*plan.buffer_sizes, *plan.scratch_sizes])
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         if copied_in > index or index >= len(plan.batches):

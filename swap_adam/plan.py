@@ -18,6 +18,7 @@ from swap_adam.layout import (
     Run,
     Segment,
     align,
+    cover_pools,
     lay_out_region,
     merge_runs,
     plan_ring,
@@ -70,7 +71,8 @@ class StepPlan(Generic[TensorT, EventT]):
 
     ``staging`` is the staging area of the packed pipeline (``None`` per tensor), and
     ``staging_nbytes`` what the step holds on the device at most, alignment included, temporaries
-    excluded; ``scratch_nbytes`` bounds the temporaries of the largest batch's update. ``large``
+    excluded; ``scratch_sizes`` are the temporaries of the largest batch's update at their most,
+    and ``buffer_sizes`` what the per-tensor pipeline holds at most, a block each. ``large``
     are the active units that are no batch of their own unless they are cut, and whether they are.
     """
 
@@ -78,10 +80,15 @@ class StepPlan(Generic[TensorT, EventT]):
     batches: list[Batch[TensorT, EventT]]
     staging: TensorT | None
     staging_nbytes: int
-    scratch_nbytes: int
+    buffer_sizes: tuple[int, ...]
+    scratch_sizes: tuple[int, ...]
     active: list[UpdateUnit[TensorT]]
     large: list[tuple[UpdateUnit[TensorT], bool]]
     host_version: int
+
+    @property
+    def scratch_nbytes(self) -> int:
+        return sum(self.scratch_sizes)
 
 
 @dataclass(frozen=True)
@@ -122,14 +129,14 @@ class PlanBuilder(Generic[TensorT, EventT]):
         backend: Backend[TensorT, EventT],
         store: HostStore[TensorT, EventT],
         options: PlanOptions,
-        scratch_nbytes: Callable[[Sequence[UpdateUnit[TensorT]]], int],
+        scratch_sizes: Callable[[Sequence[UpdateUnit[TensorT]]], Sequence[int]],
         can_cut: Callable[[UpdateUnit[TensorT]], bool],
     ) -> None:
         self._backend = backend
         self._can_cut = can_cut
         self._store = store
         self._options = options
-        self._scratch_nbytes = scratch_nbytes
+        self._scratch_sizes = scratch_sizes
 
     def build(
         self,
@@ -151,6 +158,7 @@ class PlanBuilder(Generic[TensorT, EventT]):
         ]
         unit_batches = [units for units in unit_batches if units]
         staging: TensorT | None = None
+        buffers: tuple[int, ...] = ()
         try:
             if self._options.packed and unit_batches:
                 in_flight = max(2, 2 * partition.cap_nbytes // partition.limit_nbytes)
@@ -159,17 +167,23 @@ class PlanBuilder(Generic[TensorT, EventT]):
                 batches = [self._per_tensor(units) for units in unit_batches]
                 sizes = [batch.nbytes for batch in batches]
                 nbytes = max((a + b for a, b in zip(sizes, [*sizes[1:], 0])), default=0)
+                held = [
+                    [align(size, DEVICE_ALIGNMENT_NBYTES) for _, size in batch.buffers]
+                    for batch in batches
+                ]
+                buffers = cover_pools([a + b for a, b in zip(held, [*held[1:], []])])
         except BaseException:
             for unit in active:
                 unit.states.clear()  # views that would keep the buffers, with their bytes
             raise
-        scratch = max((self._scratch_nbytes(units) for units in unit_batches), default=0)
+        scratch = cover_pools([self._scratch_sizes(units) for units in unit_batches])
         large = [
             (unit, unit.can_cut) for unit in active
             if sum(slot.storage_nbytes for slot in unit.slots) > partition.limit_nbytes
         ]
         return StepPlan(
-            partition, batches, staging, nbytes, scratch, list(active), large, self._store.version
+            partition, batches, staging, nbytes, buffers, scratch, list(active), large,
+            self._store.version,
         )
 
     def partition(self, registered: Sequence[UpdateUnit[TensorT]]) -> Partition:

@@ -39,6 +39,6 @@ class SingleStreamAdamW(SwapAdamW):
             backend._streams[StreamRole.COPY_OUT] = backend._streams[StreamRole.COPY_IN]
             swap._builder = WholeTensorsBuilder(
                 backend, swap.store, self.plan_options(default_packed=True),
-                weakly(self.scratch_nbytes), weakly(self.can_cut),
+                weakly(self.scratch_sizes), weakly(self.can_cut),
             )
         return swap

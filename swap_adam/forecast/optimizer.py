@@ -45,7 +45,7 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
         self._units = self._describe(params)
         self.swap = DeviceSwap(
             backend, self.plan_options(default_packed=True), publish=lambda slot: None,
-            scratch_nbytes=self.scratch_nbytes, can_cut=self.can_cut,
+            scratch_sizes=self.scratch_sizes, can_cut=self.can_cut,
             policy=self.staging_policy(),
         )
         self._swap_devices = {DEVICE: self.swap}
@@ -106,13 +106,13 @@ class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):
             for accesses in kernels:
                 self._backend.kernel(accesses * nbytes)
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Bytes]]) -> int:
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Bytes]]) -> Sequence[int]:
         sizes = [_param_nbytes(unit) for unit in units]
         if self._implementation == "fused":
-            return 0
+            return []
         if self._implementation == "foreach":
-            return FOREACH_TEMPORARIES * sum(sizes)
-        return FOR_LOOP_TEMPORARIES * max(sizes, default=0)
+            return sizes * FOREACH_TEMPORARIES
+        return [max(sizes, default=0)] * FOR_LOOP_TEMPORARIES
 
     def describe_param(self, param_index: int) -> str:
         return f"parameter {param_index}"

@@ -295,7 +295,7 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
             backend,
             self.plan_options(self.default_packed),
             publish=lambda slot: None,
-            scratch_nbytes=weakly(self.scratch_nbytes),
+            scratch_sizes=weakly(self.scratch_sizes),
             can_cut=lambda unit: False,
             plan_host=weakly(self._plan_host),
         )

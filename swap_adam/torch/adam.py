@@ -11,7 +11,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from swap_adam.config import SwapOptimizerConfig
-from swap_adam.layout import DEVICE_ALIGNMENT_NBYTES, align
+from swap_adam.layout import DEVICE_ALIGNMENT_NBYTES, align, cover_pools
 from swap_adam.slot import UpdateUnit
 from swap_adam.torch.optimizer import TorchSwapMixin
 from swap_adam.torch.registration import ParamGroup
@@ -117,8 +117,8 @@ class AdamSwapMixin(TorchSwapMixin):
             return {"step": torch.zeros((), dtype=scalar_dtype(True), device=param.device)}
         return {"step": torch.tensor(0.0, dtype=scalar_dtype(False), device="cpu")}
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
-        most = 0
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[int]:
+        choices: list[list[int]] = []
         by_group: dict[int, list[int]] = {}
         for unit in units:
             nbytes = align(unit.numel * unit.param.element_size(), DEVICE_ALIGNMENT_NBYTES)
@@ -126,16 +126,19 @@ class AdamSwapMixin(TorchSwapMixin):
         for group_index, sizes in by_group.items():
             step = self._swap_group_steps[group_index]
             if step.foreach:
-                most = max(most, FOREACH_TEMPORARIES * sum(sizes))
+                choices.append(sizes * FOREACH_TEMPORARIES)
             elif not step.fused:
                 count = FOR_LOOP_TEMPORARIES + step.copies_grad
-                most = max(most, *(last + count * size for last, size in zip([0, *sizes], sizes)))
+                choices.extend(
+                    [last] + [size] * count for last, size in zip([0, *sizes], sizes)
+                )
         # Fused, `step` is on the device, and so are its copies for the pieces of a cut tensor.
-        return most + sum(
+        copies = [
             align(max(unit.pieces_left, 1) * STEP_NBYTES, DEVICE_ALIGNMENT_NBYTES)
             for unit in units
             if unit.whole is not None and self._swap_group_steps[unit.group_index].fused
-        )
+        ]
+        return [*cover_pools(choices), *copies]
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None

@@ -206,9 +206,9 @@ class HyperAdamWSwapMixin(TorchSwapMixin):
     def init_param_state(self, group: ParamGroup, param: Tensor) -> ParamState:
         return {}
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[int]:
         # The functional makes one `step` per call, and calls follow each other.
-        return DEVICE_ALIGNMENT_NBYTES
+        return [DEVICE_ALIGNMENT_NBYTES]
 
     def begin_update(self) -> None:
         for group in self.param_groups:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from swap_adam.config import SwapOptimizerConfig
 from swap_adam.slot import UpdateUnit
-from swap_adam.torch.backend import outside_graphs
+from swap_adam.torch.backend import check_graph_capture, outside_graphs
 from swap_adam.torch.loading import Loading
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.registration import ParamGroup, Registration
@@ -155,6 +155,7 @@ class TorchSwapMixin(Registration, _Base):
         return False
 
     def prepare_step(self) -> None:
+        check_graph_capture(self)
         for group in self.param_groups:
             self.refuse_group(group)
 

@@ -246,7 +246,7 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
         if device not in self._swap_devices:
             self._swap_devices[device] = DeviceSwap(
                 TorchBackend(device), self.plan_options(default_packed=True), _publish,
-                weakly(self.scratch_nbytes), weakly(self.can_cut), policy=self.staging_policy(),
+                weakly(self.scratch_sizes), weakly(self.can_cut), policy=self.staging_policy(),
             )
         return self._swap_devices[device]
 
@@ -264,9 +264,12 @@ class Registration(SwapPipelineMixin[Tensor, torch.Event]):
                 self._device(device).add_slots(mine)
                 added.extend(mine)
         except BaseException:
-            self.remove_slots(added)
-            for slot in added:
+            for slot in added:  # or its slab stays pinned
+                if slot.param_state.get(slot.name) is slot.logical_tensor:
+                    del slot.param_state[slot.name]
+                slot.cpu_tensor = slot.logical_tensor = None
                 slot.transit.move(Residency.PENDING)
+            self.remove_slots(added)
             raise
 
     def remove_slots(self, slots: Sequence[TorchSlot]) -> None:

@@ -33,7 +33,7 @@ class Model:
         self.units = [core.unit(index, numel) for index, numel in enumerate(numels)]
         self.device: Any = DeviceSwap(
             self.backend, PlanOptions(swap_times, packed, split), lambda slot: None,
-            lambda units: 0, lambda unit: True,
+            lambda units: (), lambda unit: True,
         )
         self.device.register(self.units)
         self.expected = {
