@@ -7,7 +7,7 @@ neighbours in the staging area to travel in one transfer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -116,6 +116,27 @@ def cover_pools(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
         for is_small in (True, False)
     )
     return tuple(size for pool in pools for size in max(pool, key=sum, default=[]))
+
+
+def largest_needs(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Those of ``choices`` with the most in small blocks, in large ones, and in all.
+
+    Once each of them has been there, any of the choices will be, see :func:`cover_pools`.
+    """
+
+    def small_nbytes(sizes: Iterable[int]) -> int:
+        return sum(size for size in sizes if size <= SMALL_BLOCK_NBYTES)
+
+    def large_nbytes(sizes: Iterable[int]) -> int:
+        return sum(size for size in sizes if size > SMALL_BLOCK_NBYTES)
+
+    def all_nbytes(sizes: Iterable[int]) -> int:
+        return sum(sizes)
+
+    return [
+        tuple(max(choices, key=nbytes, default=()))
+        for nbytes in (small_nbytes, large_nbytes, all_nbytes)
+    ]
 
 
 def _power_of_two(nbytes: int) -> int:

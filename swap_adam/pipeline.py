@@ -114,7 +114,7 @@ class Pipeline(Generic[TensorT, EventT]):
         self._open = plan
         try:
             if is_prefetched:  # since when others may have taken what the update needs
-                self._backend.reserve(plan.scratch_sizes)
+                self._reserve(plan)
             else:
                 self._acquire(plan)
         except BaseException:
@@ -239,6 +239,10 @@ class Pipeline(Generic[TensorT, EventT]):
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         raise NotImplementedError
 
+    def _reserve(self, plan: StepPlan[TensorT, EventT]) -> None:
+        for sizes_nbytes in plan.reserves:
+            self._backend.reserve(sizes_nbytes)
+
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         """Issue the copy-ins that may be under way while batch ``index`` is updated.
 
@@ -336,7 +340,7 @@ class PackedPipeline(Pipeline[TensorT, EventT]):
             self._backend.acquire(plan.staging, plan.staging_nbytes)
             if self._policy is StagingPolicy.KEEP:
                 self._kept = plan.staging
-        self._backend.reserve(plan.scratch_sizes)
+        self._reserve(plan)
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         batches = plan.batches
@@ -361,7 +365,7 @@ class PerTensorPipeline(Pipeline[TensorT, EventT]):
         self._held: dict[int, TensorT] = {}  # by identity: tensors compare elementwise
 
     def _acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
-        self._backend.reserve([*plan.buffer_sizes, *plan.scratch_sizes])
+        self._reserve(plan)
 
     def _fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         if copied_in > index or index >= len(plan.batches):

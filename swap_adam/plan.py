@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Generic, Literal, TypeVar
 
 from swap_adam.backend import Backend
@@ -18,7 +19,7 @@ from swap_adam.layout import (
     Run,
     Segment,
     align,
-    cover_pools,
+    largest_needs,
     lay_out_region,
     merge_runs,
     plan_ring,
@@ -71,8 +72,9 @@ class StepPlan(Generic[TensorT, EventT]):
 
     ``staging`` is the staging area of the packed pipeline (``None`` per tensor), and
     ``staging_nbytes`` what the step holds on the device at most, alignment included, temporaries
-    excluded; ``scratch_sizes`` are the temporaries of the largest batch's update at their most,
-    and ``buffer_sizes`` what the per-tensor pipeline holds at most, a block each. ``large``
+    excluded; ``scratch_nbytes`` bounds the temporaries of the largest batch's update. If each of
+    ``reserves``, a list of blocks, could be had, then the temporaries can be, and per tensor the
+    memory of two batches: nothing that the step takes while it updates is missing. ``large``
     are the active units that are no batch of their own unless they are cut, and whether they are.
     """
 
@@ -80,15 +82,11 @@ class StepPlan(Generic[TensorT, EventT]):
     batches: list[Batch[TensorT, EventT]]
     staging: TensorT | None
     staging_nbytes: int
-    buffer_sizes: tuple[int, ...]
-    scratch_sizes: tuple[int, ...]
+    scratch_nbytes: int
+    reserves: tuple[tuple[int, ...], ...]
     active: list[UpdateUnit[TensorT]]
     large: list[tuple[UpdateUnit[TensorT], bool]]
     host_version: int
-
-    @property
-    def scratch_nbytes(self) -> int:
-        return sum(self.scratch_sizes)
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class PlanBuilder(Generic[TensorT, EventT]):
         ]
         unit_batches = [units for units in unit_batches if units]
         staging: TensorT | None = None
-        buffers: tuple[int, ...] = ()
+        held: list[list[int]] = []
         try:
             if self._options.packed and unit_batches:
                 in_flight = max(2, 2 * partition.cap_nbytes // partition.limit_nbytes)
@@ -171,19 +169,20 @@ class PlanBuilder(Generic[TensorT, EventT]):
                     [align(size, DEVICE_ALIGNMENT_NBYTES) for _, size in batch.buffers]
                     for batch in batches
                 ]
-                buffers = cover_pools([a + b for a, b in zip(held, [*held[1:], []])])
+                held = [a + b for a, b in zip(held, [*held[1:], []])]
         except BaseException:
             for unit in active:
                 unit.states.clear()  # views that would keep the buffers, with their bytes
             raise
-        scratch = cover_pools([self._scratch_sizes(units) for units in unit_batches])
+        scratches = largest_needs([self._scratch_sizes(units) for units in unit_batches])
+        reserves = dict.fromkeys(map(add, largest_needs(held), scratches))
         large = [
             (unit, unit.can_cut) for unit in active
             if sum(slot.storage_nbytes for slot in unit.slots) > partition.limit_nbytes
         ]
         return StepPlan(
-            partition, batches, staging, nbytes, buffers, scratch, list(active), large,
-            self._store.version,
+            partition, batches, staging, nbytes, max(map(sum, scratches)), tuple(reserves),
+            list(active), large, self._store.version,
         )
 
     def partition(self, registered: Sequence[UpdateUnit[TensorT]]) -> Partition:
