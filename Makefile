@@ -70,6 +70,12 @@ ifeq ($(strip $(SWAP_ADAM_TEST_DEVICE)),)
 test-torch test-oldest: export CUDA_VISIBLE_DEVICES :=
 endif
 
+# Where a GPU is visible, pinned memory is CUDA's and not the simulated device's.
+test-simulator test-mindspore test-docs: export CUDA_VISIBLE_DEVICES :=
+ifeq ($(strip $(SWAP_ADAM_TEST_DEVICE)),)
+test-torch test-oldest: export CUDA_VISIBLE_DEVICES :=
+endif
+
 PYTEST_OPTIONS = -n $(WORKERS) $(PYTEST_FLAGS)
 PYTEST = .venv/bin/python -m pytest $(PYTEST_OPTIONS)
 
@@ -109,7 +115,7 @@ DOCS_TORCH := $(filter-out $(DOCS_MINDSPORE) $(DOCS_SIMULATOR),$(DOCS))
 
 test-docs: .venv/test.stamp
 	$(PYTEST) --markdown-docs $(DOCS_TORCH)
-	$(if $(DOCS_SIMULATOR),$(PYTEST) --markdown-docs $(DOCS_SIMULATOR))
+	for page in $(DOCS_SIMULATOR); do $(PYTEST) --markdown-docs $$page; done
 	$(if $(DOCS_MINDSPORE),$(PYTEST) --markdown-docs $(DOCS_MINDSPORE))
 
 test-oldest: .venv-oldest/torch.stamp

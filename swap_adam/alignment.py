@@ -3,6 +3,8 @@ from __future__ import annotations
 
 HOST_ALIGNMENT_NBYTES = 16
 DEVICE_ALIGNMENT_NBYTES = 512
+# Device allocators have a pool of their own for blocks up to here.
+SMALL_BLOCK_NBYTES = 1 << 20
 
 
 def align(nbytes: int, alignment: int) -> int:

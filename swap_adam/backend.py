@@ -1,6 +1,7 @@
 """What a framework implements so that the pipelines can run on one of its devices."""
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -45,6 +46,18 @@ class Backend(Protocol[TensorT, EventT]):
         """Whether anybody but the slot and the optimizer's state holds ``slot.cpu_tensor`` or
         its bytes."""
 
+    def is_slab_held(self, slab: TensorT) -> bool:
+        """Whether anybody but the caller's one variable holds ``slab`` or bytes of it."""
+
+    def wait_idle(self) -> None:
+        """Block the host until the device has done all that was issued, by anybody."""
+
+    def release_host_cache(self) -> None:
+        """Unpin the host memory that nobody uses, where the host allocator would keep it.
+
+        Blocks the host until the device is idle.
+        """
+
     # Device memory. A buffer and its views are made once; its bytes come and go.
 
     def make_buffer(self, nbytes: int) -> TensorT:
@@ -60,8 +73,9 @@ class Backend(Protocol[TensorT, EventT]):
     def release(self, buffer: TensorT, pending: StreamRole | None) -> None:
         """Give the bytes back; to others only after ``pending`` has passed what it has now."""
 
-    def reserve(self, nbytes: int) -> None:
-        """Allocate and free ``nbytes``: fails now if they would not be there later."""
+    def reserve(self, sizes_nbytes: Sequence[int]) -> None:
+        """Allocate all of ``sizes_nbytes``, then free them: fails now if blocks of these sizes
+        would not be there later."""
 
     def device_view(
         self, buffer: TensorT, offset_nbytes: int, slot: SwapSlot[TensorT],
@@ -81,8 +95,9 @@ class Backend(Protocol[TensorT, EventT]):
     def byte_view(self, buffer: TensorT, offset_nbytes: int, nbytes: int) -> TensorT:
         """A byte buffer that is a part of ``buffer``, of the host or of the device."""
 
-    def copy(self, role: StreamRole, target: TensorT, source: TensorT) -> None:
-        """Issue an asynchronous copy on the copy stream ``role``."""
+    def copy(self, role: StreamRole, copies: Iterable[tuple[TensorT, TensorT]]) -> None:
+        """Issue asynchronous copies, each to the first from the second of a pair, on the copy
+        stream ``role``."""
 
     def make_event(self) -> EventT:
         """An event that nothing waits for until it is recorded."""

@@ -14,6 +14,7 @@ from swap_adam.schedule.schedule import Schedule, StagingPolicy
 from swap_adam.slab_pool import SlabPool
 from swap_adam.slabs import SlabPlan
 from swap_adam.slot import Residency, SwapSlot, UpdateUnit
+from swap_adam.temporaries import largest_needs
 from swap_adam.update import Update, Updater
 
 TensorT = TypeVar("TensorT")
@@ -53,6 +54,7 @@ class _Resident(Generic[TensorT]):
     memory_key: Hashable
     parts: Sequence[Sequence[UpdateUnit[TensorT]]]
     scratch_nbytes: int  # of the largest part
+    reserves: tuple[tuple[int, ...], ...]
 
 
 class DeviceSwap(Generic[TensorT, EventT]):
@@ -118,8 +120,10 @@ class DeviceSwap(Generic[TensorT, EventT]):
         self.units = [unit for unit in self.units if id(unit) not in dropped]
         self.units.extend(units)
         self.units.sort(key=lambda unit: unit.param_index)
+        self._plan = None  # it holds slabs
         self.store.repack_if_wasteful()
-        self._plan = self._resident = None
+        self._resident = None
+        self.store.release_dropped()
         if not self.units:
             self._pipeline.dispose()  # there may be no step here any more
 
@@ -148,6 +152,7 @@ class DeviceSwap(Generic[TensorT, EventT]):
             self._plan = None  # its views are bound anew: without the new plan it is no use
             with self.backend.span("swap_adam.plan"):
                 self._plan = self._builder.build(self.units, active, update)
+        self.store.release_dropped()
         return is_held
 
     def detach_held(self) -> bool:
@@ -183,11 +188,15 @@ class DeviceSwap(Generic[TensorT, EventT]):
             or found.units != units
         ):
             parts = update.split_resident(units, limit)
-            nbytes = max(map(update.scratch_nbytes, parts), default=0)
-            found = _Resident(units, limit, update.memory_key, parts, nbytes)
+            needs = largest_needs([moment for part in parts for moment in update.scratch(part)])
+            found = _Resident(
+                units, limit, update.memory_key, parts, max(map(sum, needs)),
+                tuple(dict.fromkeys(needs)),
+            )
             self._resident = found
         if found.scratch_nbytes > limit:
-            self.backend.reserve(found.scratch_nbytes)
+            for sizes_nbytes in found.reserves:
+                self.backend.reserve(sizes_nbytes)
         return found.parts
 
     def report(self, describe_param: Callable[[int], str]) -> DeviceReport:

@@ -41,6 +41,7 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
         self._pool: SlabPool[TensorT] = SlabPool() if pool is None else pool
         self._pool.join(self)
         self._slabs: dict[int, Slab[TensorT]] = {}
+        self._dropped: list[TensorT] = []  # of which somebody held a part when looked at last
         self._next_index = 0
         self.slots: list[SwapSlot[TensorT]] = []
         self.version = 0
@@ -132,7 +133,14 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
 
     def _settle(self, slots: Sequence[SwapSlot[TensorT]]) -> None:
         plan = self._plan_host(slots)
-        slabs = [self._backend.allocate_slab(nbytes) for nbytes in plan.slab_nbytes]
+        slabs: list[TensorT] = []
+        try:
+            for nbytes in plan.slab_nbytes:
+                slabs.append(self._backend.allocate_slab(nbytes))
+        except BaseException:
+            slabs.clear()
+            self._backend.release_host_cache()
+            raise
         indices = {
             position: self._own(Slab(slab, nbytes))
             for position, (slab, nbytes) in enumerate(zip(slabs, plan.slab_nbytes))
@@ -171,8 +179,12 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
     def _drop_empty_slabs(self, is_planned: bool = False) -> None:
         used = {slot.slab_index for slot in self.slots}
         for index in [index for index in self._slabs if index not in used]:
-            self._pool.account(self, [self._slabs.pop(index)], {}, is_planned)
+            slab = self._slabs.pop(index)
+            self._pool.account(self, [slab], {}, is_planned)
+            self._dropped.append(slab.tensor)
+            del slab
         self._account(is_planned)
+        self.release_dropped()
 
     def _account(self, is_planned: bool = False) -> None:
         """Tell the pool what the slots use."""
@@ -186,3 +198,21 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
         """Whether other stores have slots in slabs of this one: then the pool packs them."""
         with self._pool.lock:
             return any(len(slab.users) > 1 for slab in self._slabs.values())
+
+    def release_dropped(self) -> None:
+        """Unpin the slabs that no slot uses, once nobody holds a tensor in them any more."""
+        if not self._dropped:
+            return
+        dropped, self._dropped = self._dropped, []
+        is_idle = False
+        while dropped:
+            slab = dropped.pop()
+            if self._backend.is_slab_held(slab):
+                self._dropped.append(slab)
+            elif not is_idle:
+                # The host allocator does not know of a user's own copies out of a state.
+                self._backend.wait_idle()
+                is_idle = True
+            del slab
+        if is_idle:
+            self._backend.release_host_cache()

@@ -5,10 +5,10 @@ allocator counts it: rounded up to :data:`~swap_adam.alignment.DEVICE_ALIGNMENT_
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, align
+from swap_adam.alignment import DEVICE_ALIGNMENT_NBYTES, SMALL_BLOCK_NBYTES, align
 
 
 @dataclass(frozen=True)
@@ -40,39 +40,63 @@ def temporaries(
     ))
 
 
-def for_loop_nbytes(tensors: Sequence[Temporaries]) -> int:
-    """The peak of one for-loop call.
+def for_loop_moments(tensors: Sequence[Temporaries]) -> list[list[int]]:
+    """The blocks of one for-loop call at each moment that may be its peak.
 
     A tensor's gradient, the root and its quotient are there at a time; the last tensor's quotient
     stays until this one's is made, and its gradient until this one's is.
     """
-    most = root_before = grad_before = 0
+    moments: list[list[int]] = []
+    root_before = grad_before = 0
     for tensor in tensors:
         grad = 0
         if tensor.negated:
-            most = max(most, root_before + grad_before + tensor.negated)
+            moments.append([root_before, grad_before, tensor.negated])
             grad = tensor.negated
         if tensor.decayed:
-            most = max(most, root_before + grad + tensor.decayed)
+            moments.append([root_before, grad, tensor.decayed])
             grad = tensor.decayed
-        most = max(most, root_before + grad + 2 * tensor.root)
+        moments.append([root_before, grad, tensor.root, tensor.root])
         root_before, grad_before = tensor.root, grad
-    return most
+    return moments
 
 
-def foreach_nbytes(dtypes: Sequence[Sequence[Temporaries]]) -> int:
-    """The peak of one foreach call, whose tensors it takes by the parameters' dtype.
+def foreach_moments(dtypes: Sequence[Sequence[Temporaries]]) -> list[list[int]]:
+    """The blocks of one foreach call, whose tensors it takes by the parameters' dtype, at each
+    moment that may be its peak.
 
     The gradients of all tensors of a dtype are gone before their roots are made, and the roots
     stay until those of the next dtype are. In which order it takes the dtypes is not said.
     """
-    roots = [sum(tensor.root for tensor in tensors) for tensors in dtypes]
-    peaks = [
-        max(root, sum(tensor.negated or tensor.decayed for tensor in tensors))
-        for root, tensors in zip(roots, dtypes)
+    roots = [[tensor.root for tensor in tensors] for tensors in dtypes]
+    moments: list[list[int]] = []
+    for index, tensors in enumerate(dtypes):
+        before = max(roots[:index] + roots[index + 1:], key=sum, default=[])
+        grads = [tensor.negated or tensor.decayed for tensor in tensors]
+        moments.extend([[*roots[index], *before], [*grads, *before]])
+    return moments
+
+
+def largest_needs(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Those of ``choices`` with the most in small blocks, in large ones, and in all.
+
+    Allocators have a pool for small blocks and one for large ones that do not serve each other.
+    Once each of these has been there, any of the choices will be.
+    """
+
+    def small_nbytes(sizes: Iterable[int]) -> int:
+        return sum(size for size in sizes if size <= SMALL_BLOCK_NBYTES)
+
+    def large_nbytes(sizes: Iterable[int]) -> int:
+        return sum(size for size in sizes if size > SMALL_BLOCK_NBYTES)
+
+    def all_nbytes(sizes: Iterable[int]) -> int:
+        return sum(sizes)
+
+    return [
+        tuple(max(choices, key=nbytes, default=()))
+        for nbytes in (small_nbytes, large_nbytes, all_nbytes)
     ]
-    before = [max(roots[:index] + roots[index + 1:], default=0) for index in range(len(roots))]
-    return max((peak + root for peak, root in zip(peaks, before)), default=0)
 
 
 def split_at(sizes_nbytes: Sequence[int], limit_nbytes: int) -> list[int]:

@@ -24,8 +24,9 @@ class Update(Protocol[TensorT]):
     def can_cut(self, unit: UpdateUnit[TensorT]) -> bool:
         """Whether pieces of ``unit``, in storage order, can be updated one by one."""
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[TensorT]]) -> int:
-        """An upper bound of the temporaries that ``run(units)`` has at a time, in bytes."""
+    def scratch(self, units: Sequence[UpdateUnit[TensorT]]) -> Sequence[Sequence[int]]:
+        """The temporaries that ``run(units)`` has at each moment that may be its worst: lists of
+        blocks, in bytes."""
 
     def split_resident(
         self, units: Sequence[UpdateUnit[TensorT]], limit_nbytes: int | None

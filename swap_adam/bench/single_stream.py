@@ -27,8 +27,7 @@ class SingleStreamSchedule(PackedSchedule[TensorT, EventT]):
     def copy_out(self, batch: Batch[TensorT, EventT]) -> None:
         self.backend.wait(StreamRole.COPY_IN, batch.updated)
         batch.transit.move(Residency.D2H, batch.copied_out)
-        for transfer in batch.transfers:
-            self.backend.copy(StreamRole.COPY_IN, transfer.host, transfer.device)
+        self.backend.copy(StreamRole.COPY_IN, [(one.host, one.device) for one in batch.transfers])
         self.backend.record(batch.copied_out, StreamRole.COPY_IN)
         # Whoever waits for the other stream waits for the copies of this one.
         self.backend.wait(StreamRole.COPY_OUT, batch.copied_out)

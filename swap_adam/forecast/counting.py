@@ -1,6 +1,7 @@
 """A backend that moves nothing: it adds up bytes and virtual time."""
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -47,6 +48,15 @@ class CountingBackend:
     def is_held_elsewhere(self, slot: SwapSlot[Bytes]) -> bool:
         return False
 
+    def is_slab_held(self, slab: Bytes) -> bool:
+        return False
+
+    def wait_idle(self) -> None:
+        """Nothing is issued by anybody else."""
+
+    def release_host_cache(self) -> None:
+        """There is none."""
+
     # Device memory
 
     def make_buffer(self, nbytes: int) -> Bytes:
@@ -58,7 +68,7 @@ class CountingBackend:
     def release(self, buffer: Bytes, pending: StreamRole | None) -> None:
         """As above."""
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, sizes_nbytes: Sequence[int]) -> None:
         """As above."""
 
     def device_view(
@@ -75,7 +85,11 @@ class CountingBackend:
     def byte_view(self, buffer: Bytes, offset_nbytes: int, nbytes: int) -> Bytes:
         return Bytes(nbytes)
 
-    def copy(self, role: StreamRole, target: Bytes, source: Bytes) -> None:
+    def copy(self, role: StreamRole, copies: Iterable[tuple[Bytes, Bytes]]) -> None:
+        for target, _ in copies:
+            self._copy(role, target)
+
+    def _copy(self, role: StreamRole, target: Bytes) -> None:
         costs = self.costs
         is_in = role is StreamRole.COPY_IN
         gb_per_s = costs.copy_in_gb_per_s if is_in else costs.copy_out_gb_per_s

@@ -16,8 +16,8 @@ from swap_adam.slot import SwapSlot, UpdateUnit
 from swap_adam.swap import Swap
 from swap_adam.temporaries import (
     Temporaries,
-    foreach_nbytes,
-    for_loop_nbytes,
+    for_loop_moments,
+    foreach_moments,
     split_at,
     temporaries,
 )
@@ -89,16 +89,16 @@ class CountedUpdate:
             for accesses in kernels:
                 self._backend.kernel(accesses * nbytes)
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Bytes]]) -> int:
+    def scratch(self, units: Sequence[UpdateUnit[Bytes]]) -> Sequence[Sequence[int]]:
         if self._implementation == "fused":
-            return sum(
+            return [[
                 align((unit.piece_count - 1) * STEP_ITEMSIZE, DEVICE_ALIGNMENT_NBYTES)
                 for unit in units if unit.pieces_left
-            )
+            ]]
         tensors = [_temporaries_of(unit) for unit in units]
         if self._implementation == "foreach":
-            return foreach_nbytes([tensors])
-        return for_loop_nbytes(tensors)
+            return foreach_moments([tensors])
+        return for_loop_moments(tensors)
 
 
 class CountedAdamW(SwapPipelineMixin[Bytes, Mark]):

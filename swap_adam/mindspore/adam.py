@@ -131,5 +131,5 @@ class SwapMSAdam(MindSporeSwapMixin, nn.Adam):
             )
         return results
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
-        return 0  # one kernel that updates in place
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[int]:
+        return ()  # one kernel that updates in place

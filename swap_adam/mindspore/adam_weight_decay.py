@@ -89,7 +89,7 @@ class SwapAdamWeightDecay(MindSporeSwapMixin, nn.AdamWeightDecay):
         )
         return results
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[int]:
         # One parameter at a time; fused, only the gradient cast to the parameter's dtype.
         temporaries = 1 if self.use_fused_opt else UNFUSED_TEMPORARIES
-        return temporaries * 4 * max(unit.numel for unit in units)
+        return [4 * max(unit.numel for unit in units)] * temporaries

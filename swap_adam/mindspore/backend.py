@@ -10,9 +10,8 @@ views, which the operations of MindFormers' AdamW do know.
 from __future__ import annotations
 
 import functools
-import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -23,6 +22,7 @@ from mindspore.graph._utils.check_jit_forbidden_api import jit_forbidden_registe
 from mindspore.runtime import Event, Stream, StreamCtx, current_stream
 
 from swap_adam.backend import Backend, StreamRole
+from swap_adam.host_memory import available_nbytes
 from swap_adam.slot import SwapSlot
 
 # `jit_forbidden_register` is MindSpore's own mark for what a graph must not contain; `_no_grad`
@@ -76,6 +76,19 @@ def as_parameter(view: Tensor, name: str) -> Parameter:
     parameter = Parameter(Tensor([0], view.dtype), name=name, requires_grad=False)
     parameter.set_data(view)
     return parameter
+
+
+def check_resized(nbytes: int, wanted_nbytes: int) -> None:
+    """A storage that has ``nbytes`` was to have ``wanted_nbytes``; MindSpore does not tell.
+
+    Raises:
+        RuntimeError: there is not that much device memory.
+    """
+    if nbytes != wanted_nbytes:
+        raise RuntimeError(
+            f"out of device memory: {wanted_nbytes} bytes for optimizer states were asked for and "
+            f"{nbytes} given; raise swap_times, or free device memory"
+        )
 
 
 @functools.cache
@@ -141,7 +154,7 @@ class AscendBackend:
             slab = mint.empty(nbytes, dtype=mindspore.uint8, device="CPU", pin_memory=True)
             memory = slab.asnumpy()
         except (RuntimeError, MemoryError) as error:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = available_nbytes()
             raise MemoryError(
                 f"cannot pin {nbytes} bytes of host memory for optimizer states: {error}. "
                 f"{free} bytes of host memory are free; if that is too little, free some or swap "
@@ -176,13 +189,24 @@ class AscendBackend:
         mindspore.runtime.synchronize()
         return made
 
+    def is_slab_held(self, slab: Tensor) -> bool:
+        return False  # a slab goes with its last tensor: MindSpore keeps no freed blocks
+
+    def wait_idle(self) -> None:
+        mindspore.runtime.synchronize()
+
+    def release_host_cache(self) -> None:
+        """There is none."""
+
     # Device memory
 
     def make_buffer(self, nbytes: int) -> DeviceBuffer:
         return DeviceBuffer(mint.empty(nbytes, dtype=mindspore.uint8, device=self.target))
 
     def acquire(self, buffer: DeviceBuffer, nbytes: int) -> None:
-        buffer.tensor.untyped_storage().resize_(nbytes)
+        storage = buffer.tensor.untyped_storage()
+        storage.resize_(nbytes)
+        check_resized(storage.nbytes(), nbytes)
 
     def release(self, buffer: DeviceBuffer, pending: StreamRole | None) -> None:
         # The allocator reuses memory in the order of the compute stream.
@@ -192,10 +216,14 @@ class AscendBackend:
             event.wait(current_stream())
         buffer.tensor.untyped_storage().resize_(0)
 
-    def reserve(self, nbytes: int) -> None:
-        if nbytes:
+    def reserve(self, sizes_nbytes: Sequence[int]) -> None:
+        blocks = [
+            mint.empty(nbytes, dtype=mindspore.uint8, device=self.target)
+            for nbytes in sizes_nbytes if nbytes
+        ]
+        for block in blocks:
             # MindSpore allocates when the operation runs; asking where waits for that.
-            mint.empty(nbytes, dtype=mindspore.uint8, device=self.target).data_ptr()
+            block.data_ptr()
 
     def device_view(
         self, buffer: DeviceBuffer, offset_nbytes: int, slot: SwapSlot[Tensor],
@@ -219,14 +247,17 @@ class AscendBackend:
         tensor = buffer.tensor if isinstance(buffer, DeviceBuffer) else buffer
         if offset_nbytes == 0 and nbytes == tensor.nbytes:
             return tensor
+        # To MindSpore a view of a host tensor is on the device: a slab travels as a whole.
+        assert isinstance(buffer, DeviceBuffer)
         return tensor[offset_nbytes:offset_nbytes + nbytes]
 
-    def copy(self, role: StreamRole, target: Tensor, source: Tensor) -> None:
-        with StreamCtx(self._streams[role]):
-            if target.dtype == source.dtype:
-                target.copy_(source, non_blocking=True)
-            else:  # bytes on the host, a state's own tensor on the device
-                target.untyped_storage().copy_(source.untyped_storage(), non_blocking=True)
+    def copy(self, role: StreamRole, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        with StreamCtx(self._streams[role]):  # once: a change of streams flushes the dispatch
+            for target, source in copies:
+                if target.dtype == source.dtype:
+                    target.copy_(source, non_blocking=True)
+                else:  # bytes on the host, a state's own tensor on the device
+                    target.untyped_storage().copy_(source.untyped_storage(), non_blocking=True)
 
     def make_event(self) -> AscendEvent:
         return AscendEvent()

@@ -159,7 +159,7 @@ class SwapMFAdamW(MindSporeSwapMixin, AdamW):
         with shadowed(self, self._swap.shadowed, _is_low_precision_param=is_resident):
             self._copy_main_params_to_model_params()
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[int]:
         # One parameter at a time, in fp32.
         temporaries = FUSED_TEMPORARIES if self.enable_fused_opt else UNFUSED_TEMPORARIES
-        return temporaries * 4 * max(unit.numel for unit in units)
+        return [4 * max(unit.numel for unit in units)] * temporaries

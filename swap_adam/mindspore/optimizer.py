@@ -160,8 +160,8 @@ class MindSporeUpdate:
     def can_cut(self, unit: UpdateUnit[Tensor]) -> bool:
         return False
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
-        return self._optimizer.scratch_nbytes(units)
+    def scratch(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[Sequence[int]]:
+        return [self._optimizer.scratch_sizes(units)]
 
     def split_resident(
         self, units: Sequence[UpdateUnit[Tensor]], limit_nbytes: int | None
@@ -242,8 +242,8 @@ class MindSporeSwapMixin(SwapPipelineMixin[Tensor, Any], _Base):
         """Update ``units`` with the original's arithmetic; what it returns for each of them."""
         raise NotImplementedError
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
-        """An upper bound of the temporaries that updating ``units`` has at a time, in bytes."""
+    def scratch_sizes(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[int]:
+        """The temporaries that updating ``units`` has at a time, in bytes each."""
         raise NotImplementedError
 
     # Life

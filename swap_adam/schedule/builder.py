@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Generic, Literal, TypeVar
 
 from swap_adam.host_store import HostStore
@@ -15,6 +16,7 @@ from swap_adam.schedule.partition import Partition, Piece, UnitSize, choose_swap
 from swap_adam.schedule.plan import Layout, StepPlan
 from swap_adam.schedule.schedule import Schedule
 from swap_adam.slot import UpdateUnit
+from swap_adam.temporaries import largest_needs
 from swap_adam.update import Update
 
 TensorT = TypeVar("TensorT")
@@ -84,12 +86,17 @@ class PlanBuilder(Generic[TensorT, EventT]):
             for unit in active:
                 unit.states.clear()  # views that would keep the buffers, with their bytes
             raise
+        scratches = largest_needs([
+            moment for units in unit_batches for moment in update.scratch(units)
+        ])
+        held = largest_needs(self._schedule.taken_while_updating(layout))
+        reserves = dict.fromkeys(map(add, held, scratches))
         large = [
             (unit, unit.can_cut) for unit in active
             if sum(slot.storage_nbytes for slot in unit.slots) > partition.limit_nbytes
         ]
         return StepPlan(
-            partition, layout, max(map(update.scratch_nbytes, unit_batches), default=0),
+            partition, layout, max(map(sum, scratches)), tuple(reserves),
             list(active), large, self._store.version, update.memory_key,
         )
 

@@ -76,7 +76,7 @@ class PackedSchedule(Schedule[TensorT, EventT]):
             self.backend.acquire(staging, plan.staging_nbytes)
             if self.policy is StagingPolicy.KEEP:
                 self._kept = staging
-        self.backend.reserve(plan.scratch_nbytes)
+        self.reserve(plan)
 
     def keeps(self, plan: StepPlan[TensorT, EventT]) -> bool:
         return self._kept is not None and self._kept is plan.staging

@@ -55,7 +55,14 @@ class PerTensorSchedule(Schedule[TensorT, EventT]):
         return Layout(made, None, nbytes)
 
     def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
-        self.backend.reserve(plan.staging_nbytes + plan.scratch_nbytes)
+        self.reserve(plan)
+
+    def taken_while_updating(self, layout: Layout[TensorT, EventT]) -> list[list[int]]:
+        blocks = [
+            [align(nbytes, DEVICE_ALIGNMENT_NBYTES) for _, nbytes in batch.buffers]
+            for batch in layout.batches
+        ]
+        return [one + other for one, other in zip(blocks, [*blocks[1:], []])]
 
     def fill(self, plan: StepPlan[TensorT, EventT], index: int, copied_in: int) -> int:
         batches = plan.batches

@@ -77,7 +77,7 @@ class Pipeline(Generic[TensorT, EventT]):
         """
         if self.phase is Phase.FILLING and self._plan is plan:  # by `prefetch`
             try:  # others may have taken since then what the update needs
-                self._backend.reserve(plan.scratch_nbytes)
+                self._schedule.reserve(plan)
             except BaseException:
                 self.cancel()
                 raise

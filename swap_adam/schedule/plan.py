@@ -56,13 +56,16 @@ class Layout(Generic[TensorT, EventT]):
 class StepPlan(Generic[TensorT, EventT]):
     """The batches that have something to update, in order.
 
-    ``scratch_nbytes`` bounds the temporaries of the largest batch's update. ``large`` are the
+    ``scratch_nbytes`` bounds the temporaries of the largest batch's update. If each of
+    ``reserves``, a list of blocks, can be had, nothing that the step takes while it updates is
+    missing. ``large`` are the
     active units that are no batch of their own unless they are cut, and whether they are.
     """
 
     partition: Partition
     layout: Layout[TensorT, EventT]
     scratch_nbytes: int
+    reserves: tuple[tuple[int, ...], ...]
     active: list[UpdateUnit[TensorT]]
     large: list[tuple[UpdateUnit[TensorT], bool]]
     host_version: int

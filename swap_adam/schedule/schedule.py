@@ -64,6 +64,15 @@ class Schedule(ABC, Generic[TensorT, EventT]):
     def acquire(self, plan: StepPlan[TensorT, EventT]) -> None:
         """Take the device memory that is held during the step, and see that the rest is there."""
 
+    def taken_while_updating(self, layout: Layout[TensorT, EventT]) -> list[list[int]]:
+        """What :meth:`acquire` does not hold, as lists of the blocks that are there at a time."""
+        return []
+
+    def reserve(self, plan: StepPlan[TensorT, EventT]) -> None:
+        """See that what the step takes while it updates is there, or raise."""
+        for sizes_nbytes in plan.reserves:
+            self.backend.reserve(sizes_nbytes)
+
     def keeps(self, plan: StepPlan[TensorT, EventT]) -> bool:
         """Whether the memory of ``plan`` is still there from the step before."""
         return False
@@ -89,8 +98,9 @@ class Schedule(ABC, Generic[TensorT, EventT]):
         """Issue the copy-ins of ``batch``, whose device memory nobody uses any more."""
         batch.transit.move(Residency.H2D, batch.copied_in)
         with self.backend.span("swap_adam.copy_in"):
-            for transfer in batch.transfers:
-                self.backend.copy(StreamRole.COPY_IN, transfer.device, transfer.host)
+            self.backend.copy(
+                StreamRole.COPY_IN, [(one.device, one.host) for one in batch.transfers]
+            )
         self.backend.record(batch.copied_in, StreamRole.COPY_IN)
 
     def copy_out(self, batch: Batch[TensorT, EventT]) -> None:
@@ -98,6 +108,7 @@ class Schedule(ABC, Generic[TensorT, EventT]):
         self.backend.wait(StreamRole.COPY_OUT, batch.updated)
         batch.transit.move(Residency.D2H, batch.copied_out)
         with self.backend.span("swap_adam.copy_out"):
-            for transfer in batch.transfers:
-                self.backend.copy(StreamRole.COPY_OUT, transfer.host, transfer.device)
+            self.backend.copy(
+                StreamRole.COPY_OUT, [(one.host, one.device) for one in batch.transfers]
+            )
         self.backend.record(batch.copied_out, StreamRole.COPY_OUT)

@@ -17,9 +17,10 @@ when somebody waits for it and no earlier, so that a wait that is missing shows 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakSet
 
 import mindspore
@@ -29,7 +30,13 @@ from mindspore.graph.api import _pynative_executor
 from numpy.typing import NDArray
 
 from swap_adam.backend import StreamRole
-from swap_adam.mindspore.backend import as_parameter, find_backend, numpy_dtype, register_device
+from swap_adam.mindspore.backend import (
+    as_parameter,
+    check_resized,
+    find_backend,
+    numpy_dtype,
+    register_device,
+)
 from swap_adam.slot import SwapSlot
 
 TARGET = "CPU"
@@ -145,6 +152,15 @@ class SimulatedDevice:
         self.held_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
+    def resize(self, nbytes: int) -> int:
+        """Account for a storage that is resized, as MindSpore does: what it has then, which where
+        there is no memory is nothing, without an error."""
+        try:
+            self.take(nbytes)
+        except MemoryError:
+            return 0
+        return nbytes
+
     def check_room(self, nbytes: int) -> None:
         if self.capacity_nbytes is not None and self.held_nbytes + nbytes > self.capacity_nbytes:
             raise MemoryError(
@@ -183,6 +199,15 @@ class SimulatedBackend:
     def to_device(self, source: Tensor) -> Tensor:
         return Tensor(source.asnumpy().copy())
 
+    def is_slab_held(self, slab: Buffer) -> bool:
+        return False
+
+    def wait_idle(self) -> None:
+        _finish_kernels()
+
+    def release_host_cache(self) -> None:
+        """There is none."""
+
     # Device memory
 
     def make_buffer(self, nbytes: int) -> Buffer:
@@ -191,10 +216,11 @@ class SimulatedBackend:
 
     def acquire(self, buffer: Buffer, nbytes: int) -> None:
         assert not buffer.is_held
-        self._device.take(nbytes)
+        given_nbytes = self._device.resize(nbytes)
         buffer.memory[:] = POISON
-        buffer.is_held = True
+        buffer.is_held = given_nbytes == nbytes
         buffer.acquired_at = self._compute_time
+        check_resized(given_nbytes, nbytes)
 
     def release(self, buffer: Buffer, pending: StreamRole | None) -> None:
         def give_back() -> None:
@@ -210,8 +236,8 @@ class SimulatedBackend:
         else:
             self._streams[pending].issue(give_back, is_release=True)
 
-    def reserve(self, nbytes: int) -> None:
-        self._device.check_room(nbytes)
+    def reserve(self, sizes_nbytes: Sequence[int]) -> None:
+        self._device.check_room(sum(sizes_nbytes))
 
     def device_view(
         self, buffer: Buffer, offset_nbytes: int, slot: SwapSlot[Tensor],
@@ -228,12 +254,11 @@ class SimulatedBackend:
     def byte_view(self, buffer: Buffer, offset_nbytes: int, nbytes: int) -> Span:
         return Span(buffer, buffer.memory[offset_nbytes:offset_nbytes + nbytes])
 
-    def copy(self, role: StreamRole, target: Span, source: Span) -> None:
+    def copy(self, role: StreamRole, copies: Iterable[tuple[Span, Span]]) -> None:
         stream = self._streams[role]
-        if role is StreamRole.COPY_IN:
-            stream.issue(lambda: self._copy_in(stream, target, source))
-        else:
-            stream.issue(lambda: self._copy_out(stream, target, source))
+        move = self._copy_in if role is StreamRole.COPY_IN else self._copy_out
+        for target, source in copies:
+            stream.issue(partial(move, stream, target, source))
 
     def _copy_in(self, stream: Stream, target: Span, source: Span) -> None:
         _finish_kernels()

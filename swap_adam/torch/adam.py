@@ -17,8 +17,8 @@ from swap_adam.config import Configuration, explains_keywords
 from swap_adam.slot import UpdateUnit
 from swap_adam.temporaries import (
     Temporaries,
-    foreach_nbytes,
-    for_loop_nbytes,
+    for_loop_moments,
+    foreach_moments,
     split_at,
     temporaries,
 )
@@ -139,7 +139,7 @@ class AdamUpdate(TorchUpdate):
     def memory_key(self) -> Hashable:
         return tuple(step.memory for step in self._steps.values())
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+    def scratch(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[Sequence[int]]:
         by_group: dict[int, dict[torch.dtype | None, list[Temporaries]]] = {}
         copies: dict[int, int] = {}
         for unit in cast(Sequence[TorchUnit], units):
@@ -152,16 +152,17 @@ class AdamUpdate(TorchUpdate):
                 if _is_on_device(step):
                     nbytes = (unit.piece_count - 1) * step.element_size()
                     copies[id(unit.whole)] = align(nbytes, DEVICE_ALIGNMENT_NBYTES)
-        most = 0
+        choices: list[list[int]] = [[]]
         for group_index, by_dtype in by_group.items():
             memory = self._steps[group_index].memory
-            nbytes = 0
+            moments: list[list[int]] = [[]]
             if memory.foreach:
-                nbytes = foreach_nbytes(list(by_dtype.values()))
+                moments = foreach_moments(list(by_dtype.values()))
             elif not memory.fused:
-                nbytes = for_loop_nbytes([one for mine in by_dtype.values() for one in mine])
-            most = max(most, nbytes + memory.device_scalars * DEVICE_ALIGNMENT_NBYTES)
-        return most + sum(copies.values())
+                moments = for_loop_moments([one for mine in by_dtype.values() for one in mine])
+            scalars = [DEVICE_ALIGNMENT_NBYTES] * memory.device_scalars
+            choices.extend([*moment, *scalars] for moment in moments)
+        return [[*choice, *copies.values()] for choice in choices]
 
     def _dtype_of_list(self, unit: TorchUnit) -> torch.dtype | None:
         """Units for which it is equal are in one list of a call: foreach's are of one dtype."""

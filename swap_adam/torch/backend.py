@@ -5,8 +5,8 @@ Everything goes through ``torch.accelerator`` and the device of the parameters; 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 
 from swap_adam.backend import StreamRole
+from swap_adam.host_memory import available_nbytes
 from swap_adam.slab_pool import SlabPool
 from swap_adam.slot import SwapSlot
 
@@ -35,6 +37,14 @@ def storage_use_count(tensor: Tensor) -> int:
     # All who hold the storage itself hold the same object, which counts as one owner.
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count + sys.getrefcount(storage)
+
+
+def check_graph_capture(optimizer: Optimizer) -> None:
+    """The original's own check, and error, for a step within the capture of a graph."""
+    check = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
+    if check is None:
+        check = optimizer._cuda_graph_capture_health_check
+    check()
 
 
 # A tensor that nobody shares: its own implementation and the handle made to look.
@@ -82,8 +92,12 @@ class TorchBackend:
     def allocate_slab(self, nbytes: int) -> Tensor:
         try:
             return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except (RuntimeError, MemoryError):
+            self.release_host_cache()  # the allocator keeps blocks of other sizes
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (RuntimeError, MemoryError) as error:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = available_nbytes()
             raise MemoryError(
                 f"cannot pin {nbytes} bytes of host memory for optimizer states: {error}. "
                 f"{free} bytes of host memory are free; if that is too little, or the limit of "
@@ -119,6 +133,25 @@ class TorchBackend:
         # A distributed tensor's local part: the slot, the distributed tensor, and as above.
         return tensor is not logical and sys.getrefcount(tensor) > 4
 
+    def is_slab_held(self, slab: Tensor) -> bool:
+        # The caller's variable, this frame's and the argument of getrefcount. Views hold the
+        # storage, host tensors the object.
+        return sys.getrefcount(slab) > 3 or storage_use_count(slab) > SOLE_OWNER
+
+    def wait_idle(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def release_host_cache(self) -> None:
+        # The allocator has recorded events behind our copies out of what was freed just now.
+        self.wait_idle()
+        empty = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty is None and self.device.type == "cuda":
+            empty = getattr(torch._C, "_host_emptyCache", None)
+        if empty is None:
+            empty = getattr(torch.get_device_module(self.device), "host_empty_cache", None)
+        if empty is not None:
+            empty()
+
     # Device memory
 
     @as_normal_tensors
@@ -128,18 +161,21 @@ class TorchBackend:
 
     def acquire(self, buffer: Tensor, nbytes: int) -> None:
         self._acquired_on = self._stream(StreamRole.COMPUTE)
-        buffer.untyped_storage().resize_(nbytes)
+        self._resize(buffer, nbytes)
 
     def release(self, buffer: Tensor, pending: StreamRole | None) -> None:
         if pending is None and self._acquired_on != self._stream(StreamRole.COMPUTE):
             pending = StreamRole.COMPUTE  # or the stream it came from could have it too early
         if pending is not None:
             buffer.record_stream(self._stream(pending))
-        buffer.untyped_storage().resize_(0)
+        self._resize(buffer, 0)
 
-    def reserve(self, nbytes: int) -> None:
-        if nbytes:
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def reserve(self, sizes_nbytes: Sequence[int]) -> None:
+        blocks = []
+        for nbytes in sizes_nbytes:
+            # Unlike torch.empty, a resize fills nothing in the deterministic mode.
+            blocks.append(torch.empty(0, dtype=torch.uint8, device=self.device))
+            self._resize(blocks[-1], nbytes)
 
     @as_normal_tensors
     def device_view(
@@ -163,12 +199,13 @@ class TorchBackend:
     def byte_view(self, buffer: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
         return buffer[offset_nbytes:offset_nbytes + nbytes]
 
-    def copy(self, role: StreamRole, target: Tensor, source: Tensor) -> None:
+    def copy(self, role: StreamRole, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         with self._streams[role]:
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
 
     def make_event(self) -> torch.Event:
-        return torch.Event(device=self.device)
+        return torch.Event(device=self.device, enable_timing=False)  # torch 2.7's default is True
 
     def record(self, event: torch.Event, role: StreamRole) -> None:
         event.record(self._stream(role))
@@ -181,6 +218,14 @@ class TorchBackend:
 
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
+
+    def _resize(self, buffer: Tensor, nbytes: int) -> None:
+        storage = buffer.untyped_storage()
+        if torch.accelerator.current_device_index() == self.device.index:
+            storage.resize_(nbytes)
+        else:  # torch_npu takes the memory from the current device, whatever the storage's
+            with torch.get_device_module(self.device).device(self.device):
+                storage.resize_(nbytes)
 
     def _stream(self, role: StreamRole) -> torch.Stream:
         if role is StreamRole.COMPUTE:

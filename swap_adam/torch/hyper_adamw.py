@@ -170,9 +170,9 @@ class HyperAdamWUpdate(TorchUpdate):
     def init_scalars(cls, group: ParamGroup, param: Tensor) -> ParamState:
         return {}
 
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+    def scratch(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[Sequence[int]]:
         # The functional makes one `step` per call, and calls follow each other.
-        return DEVICE_ALIGNMENT_NBYTES
+        return [[DEVICE_ALIGNMENT_NBYTES]]
 
     advances = True
 

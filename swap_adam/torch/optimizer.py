@@ -15,7 +15,7 @@ from swap_adam.config import Configuration, SwapOptimizerConfig, as_config
 from swap_adam.device import DeviceReport
 from swap_adam.mixin import SwapPipelineMixin
 from swap_adam.slot import UpdateUnit
-from swap_adam.torch.backend import outside_graphs
+from swap_adam.torch.backend import check_graph_capture, outside_graphs
 from swap_adam.torch.loading import Loading
 from swap_adam.torch.prefetch_hook import PrefetchHook
 from swap_adam.torch.state import ParamState
@@ -190,6 +190,7 @@ class TorchSwapMixin(SwapPipelineMixin[Tensor, torch.Event], _Base):
         return False
 
     def prepare_step(self) -> Update[Tensor]:
+        check_graph_capture(self)
         for group in self.param_groups:
             self.refuse_group(group)
         return self.make_update()

@@ -429,9 +429,12 @@ class TorchSwap(Swap[Tensor, torch.Event]):
                 self._device(device).add_slots(mine)
                 added.extend(mine)
         except BaseException:
-            self.remove_slots(added)
-            for slot in added:
+            for slot in added:  # or its slab stays pinned
+                if slot.param_state.get(slot.name) is slot.logical_tensor:
+                    del slot.param_state[slot.name]
+                slot.cpu_tensor = slot.logical_tensor = None
                 slot.transit.move(Residency.PENDING)
+            self.remove_slots(added)
             raise
 
     def remove_slots(self, slots: Sequence[TorchSlot]) -> None:

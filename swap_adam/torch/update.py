@@ -113,7 +113,7 @@ class TorchUpdate(ABC):
         return can_cut(unit)
 
     @abstractmethod
-    def scratch_nbytes(self, units: Sequence[UpdateUnit[Tensor]]) -> int:
+    def scratch(self, units: Sequence[UpdateUnit[Tensor]]) -> Sequence[Sequence[int]]:
         """See :class:`swap_adam.update.Update`."""
 
     def split_resident(

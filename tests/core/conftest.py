@@ -108,6 +108,15 @@ class RecordingBackend:
     def is_held_elsewhere(self, slot: SwapSlot[Bytes]) -> bool:
         return id(slot.cpu_tensor) in self.held_elsewhere
 
+    def is_slab_held(self, slab: Bytes) -> bool:
+        return False
+
+    def wait_idle(self) -> None:
+        self._call("wait_idle")
+
+    def release_host_cache(self) -> None:
+        self._call("release_host_cache")
+
     # Device memory
 
     def make_buffer(self, nbytes: int) -> Bytes:
@@ -169,7 +178,8 @@ class RecordingBackend:
             self._held -= len(data)
         self.leaving = staying
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, sizes_nbytes: Sequence[int]) -> None:
+        nbytes = sum(sizes_nbytes)
         self._call("reserve", nbytes)
         if self.device_limit is not None and self.held + nbytes > self.device_limit:
             raise MemoryError(f"{nbytes} device bytes")
@@ -189,7 +199,11 @@ class RecordingBackend:
     def byte_view(self, buffer: Bytes, offset_nbytes: int, nbytes: int) -> Bytes:
         return Bytes(buffer.memory, buffer.offset + offset_nbytes, nbytes)
 
-    def copy(self, role: StreamRole, target: Bytes, source: Bytes) -> None:
+    def copy(self, role: StreamRole, copies: Sequence[tuple[Bytes, Bytes]]) -> None:
+        for target, source in copies:
+            self._copy(role, target, source)
+
+    def _copy(self, role: StreamRole, target: Bytes, source: Bytes) -> None:
         self._call("copy", role, target.nbytes)
         assert target.nbytes == source.nbytes
         assert target.memory.data is not None and source.memory.data is not None

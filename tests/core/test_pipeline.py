@@ -50,8 +50,8 @@ class Model:
     def can_cut(self, unit: Any) -> bool:
         return True
 
-    def scratch_nbytes(self, units: Sequence[Any]) -> int:
-        return 0
+    def scratch(self, units: Sequence[Any]) -> Sequence[Sequence[int]]:
+        return []
 
     def run(self, units: Sequence[Any]) -> None:
         """state = 3 * state + index, param = param + state; other on purpose for every step."""

@@ -47,6 +47,8 @@ def test_the_forecast_is_what_the_simulator_measures(
     torch.accelerator.synchronize()
     held = simulator.memory_held()
     torch.get_device_module("simulated").reset_peak_memory_stats()
+    # The forecast's clock knows nothing of how long an allocator's events take.
+    simulator.configure(strict=set(simulator.STRICT) - {"late_free_events"})
     simulator.reset_clock()
     simulator.reset_counters()
     began, ended = (torch.simulated.Event(enable_timing=True) for _ in range(2))

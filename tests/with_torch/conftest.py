@@ -44,7 +44,7 @@ def _no_race(_one_thread: None) -> Iterator[None]:
     import swap_adam.simulator as simulator
 
     simulator.reset()
-    simulator.configure(races="raise")
+    simulator.configure(races="raise", strict=True)
     yield
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)

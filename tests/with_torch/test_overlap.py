@@ -44,8 +44,8 @@ def make_optimizer(numels: list[int], packed: bool = True, **config: Any) -> Any
 def times(simulator: ModuleType, optimizer: Any, steps: int = 1) -> tuple[float, float]:
     """Virtual seconds per step: on the compute stream, and until the last state is on the host."""
     torch.accelerator.synchronize()
-    begin = torch.Event("simulated", enable_timing=True)
-    end = torch.Event("simulated", enable_timing=True)
+    begin = torch.get_device_module("simulated").Event(enable_timing=True)
+    end = torch.get_device_module("simulated").Event(enable_timing=True)
     host = simulator.now()
     begin.record()
     for _ in range(steps):
@@ -144,7 +144,7 @@ def test_the_last_copies_drain_under_the_next_forward(simulator: ModuleType) -> 
     optimizer = make_optimizer([200_000] * 20, swap_times=4)
     optimizer.step()
     torch.accelerator.synchronize()
-    step_done = torch.Event("simulated", enable_timing=True)
+    step_done = torch.get_device_module("simulated").Event(enable_timing=True)
     begin = simulator.now()
     optimizer.step()
     step_done.record()

@@ -476,7 +476,7 @@ void Machine::free(Block* block) noexcept {
       collect();
       memory.allocated -= block->charged;
       Leaving leaving{block->device, block->charged, {}};
-      for (const auto timeline : block->recorded) 
+      for (const auto timeline : block->recorded)
         leaving.marks.push_back(clock.mark(timeline, free_delay()));
       leaving_.push_back(std::move(leaving));
       if (block->recorded.empty()) {

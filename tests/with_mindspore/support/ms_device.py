@@ -1,8 +1,9 @@
 """Which MindSpore device the tests run on.
 
-``SWAP_ADAM_TEST_DEVICE`` unset: the CPU, as the simulated device, whose copies are late and whose
-released memory is poisoned. ``npu``: an Ascend device with the real backend; what only the
-simulated one can tell is skipped. ``SWAP_ADAM_TEST_FULL=1`` runs every combination.
+``SWAP_ADAM_TEST_DEVICE`` unset, or a device of torch's alone such as ``cuda``: the CPU, as the
+simulated device, whose copies are late and whose released memory is poisoned. ``npu``: an Ascend
+device with the real backend; what only the simulated one can tell is skipped.
+``SWAP_ADAM_TEST_FULL=1`` runs every combination.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import mindspore  # noqa: E402
 
 from swap_adam.simulator.mindspore import SimulatedDevice, mindspore_device  # noqa: E402
 
-IS_SIMULATED = not os.environ.get("SWAP_ADAM_TEST_DEVICE")
+IS_SIMULATED = os.environ.get("SWAP_ADAM_TEST_DEVICE") != "npu"
 IS_FULL = os.environ.get("SWAP_ADAM_TEST_FULL", "") not in ("", "0")
 
 mindspore.set_device("CPU" if IS_SIMULATED else "Ascend")
