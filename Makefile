@@ -95,7 +95,7 @@ test-mindspore: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/with_mindspore)
 
 # The Python examples in the documentation. Those for MindSpore, and those that enable the simulated
-# accelerator, which must come before the first backward pass, are in processes of their own.
+# accelerator, which must come before the first backward pass, have a process for each page.
 DOCS := README.md $(wildcard docs/*.md docs/*/*.md)
 DOCS_MINDSPORE := $(strip $(foreach page,$(DOCS),$(if $(findstring mindspore,$(page)),$(page))))
 DOCS_SIMULATOR := $(shell grep -l '^simulator\.enable()' $(filter-out $(DOCS_MINDSPORE),$(DOCS)))
@@ -103,7 +103,7 @@ DOCS_TORCH := $(filter-out $(DOCS_MINDSPORE) $(DOCS_SIMULATOR),$(DOCS))
 
 test-docs: .venv/test.stamp
 	$(PYTEST) --markdown-docs $(DOCS_TORCH)
-	$(if $(DOCS_SIMULATOR),$(PYTEST) --markdown-docs $(DOCS_SIMULATOR))
+	for page in $(DOCS_SIMULATOR); do $(PYTEST) --markdown-docs $$page; done
 	$(if $(DOCS_MINDSPORE),$(PYTEST) --markdown-docs $(DOCS_MINDSPORE))
 
 test-oldest: .venv-oldest/torch.stamp
