@@ -107,7 +107,7 @@ test-mindspore: .venv/test.stamp
 	$(call pytest_folders,$(PYTEST),tests/with_mindspore)
 
 # The Python examples in the documentation. Those for MindSpore, and those that enable the simulated
-# accelerator, which must come before the first backward pass, are in processes of their own.
+# accelerator, which must come before the first backward pass, have a process for each page.
 DOCS := README.md $(wildcard docs/*.md docs/*/*.md)
 DOCS_MINDSPORE := $(strip $(foreach page,$(DOCS),$(if $(findstring mindspore,$(page)),$(page))))
 DOCS_SIMULATOR := $(shell grep -l '^simulator\.enable()' $(filter-out $(DOCS_MINDSPORE),$(DOCS)))

@@ -29,6 +29,10 @@ def is_wasteful(pinned_nbytes: int, used_nbytes: int) -> bool:
     return pinned_nbytes - used_nbytes > max(REPACK_MIN_NBYTES, REPACK_WASTE * used_nbytes)
 
 
+# Of the bytes that a packing moves, on the host and within a step, what it must save.
+WORTH_MOVING = 0.25
+
+
 @dataclass(eq=False)
 class Slab(Generic[TensorT]):
     """One pinned allocation. ``users`` are the stores with slots in it, and the slots' bytes."""
@@ -151,7 +155,9 @@ class SlabPool(Generic[TensorT]):
             is_shared = len({id(user) for user, _ in members}) > 1 or any(
                 len(slab.users) > 1 for slab in loose
             )
-            if not is_shared or sum(plan.slab_nbytes) >= sum(slab.nbytes for slab in loose):
+            moved_nbytes = sum(slot.storage_nbytes for _, slot in members)
+            saved_nbytes = sum(slab.nbytes for slab in loose) - sum(plan.slab_nbytes)
+            if not is_shared or saved_nbytes < WORTH_MOVING * moved_nbytes:
                 return  # one store packs by itself; some sizes cannot be packed any tighter
             packing: Packing[TensorT] = Packing(plan.slab_nbytes)
             places: dict[int, list[tuple[SwapSlot[TensorT], Placement]]] = {}
