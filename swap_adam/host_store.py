@@ -41,7 +41,6 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
         self._pool: SlabPool[TensorT] = SlabPool() if pool is None else pool
         self._pool.join(self)
         self._slabs: dict[int, Slab[TensorT]] = {}
-        self._dropped: list[TensorT] = []  # of which somebody held a part when looked at last
         self._next_index = 0
         self.slots: list[SwapSlot[TensorT]] = []
         self.version = 0
@@ -181,7 +180,9 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
         for index in [index for index in self._slabs if index not in used]:
             slab = self._slabs.pop(index)
             self._pool.account(self, [slab], {}, is_planned)
-            self._dropped.append(slab.tensor)
+            with self._pool.lock:
+                if not any(slab.tensor is other for other in self._pool.dropped):
+                    self._pool.dropped.append(slab.tensor)
             del slab
         self._account(is_planned)
         self.release_dropped()
@@ -201,18 +202,20 @@ class HostStore(SlabUser[TensorT], Generic[TensorT, EventT]):
 
     def release_dropped(self) -> None:
         """Unpin the slabs that no slot uses, once nobody holds a tensor in them any more."""
-        if not self._dropped:
+        pool = self._pool
+        if not pool.dropped:
             return
-        dropped, self._dropped = self._dropped, []
-        is_idle = False
-        while dropped:
-            slab = dropped.pop()
-            if self._backend.is_slab_held(slab):
-                self._dropped.append(slab)
-            elif not is_idle:
-                # The host allocator does not know of a user's own copies out of a state.
-                self._backend.wait_idle()
-                is_idle = True
-            del slab
+        with pool.lock:
+            dropped, pool.dropped = pool.dropped, []
+            is_idle = False
+            while dropped:
+                slab = dropped.pop()
+                if self._backend.is_slab_held(slab):
+                    pool.dropped.append(slab)
+                elif not is_idle:
+                    # The host allocator does not know of a user's own copies out of a state.
+                    self._backend.wait_idle()
+                    is_idle = True
+                del slab
         if is_idle:
             self._backend.release_host_cache()

@@ -94,6 +94,9 @@ class SlabPool(Generic[TensorT]):
     def __init__(self) -> None:
         self.lock = RLock()
         self.is_changed = False  # since the pool has last looked
+        # Of which somebody held a part when looked at last. One list for all: two stores that
+        # each kept a slab they have shared would hold it for each other.
+        self.dropped: list[TensorT] = []
         self._slabs: WeakSet[Slab[TensorT]] = WeakSet()
         self._users: dict[int, ReferenceType[SlabUser[TensorT]]] = {}
 
@@ -106,6 +109,7 @@ class SlabPool(Generic[TensorT]):
             if self._users.get(key) is gone:
                 del self._users[key]
             self.is_changed = True
+            self.dropped.clear()  # perhaps nobody looks again: they go with whoever holds them
 
         with self.lock:
             self._users[key] = ref(user, leave)
